@@ -18,10 +18,9 @@ from kernels import attention
 from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
-from kernels.linear import PackedLinear, scratch_rows
+from kernels.linear import PackedLinear, linear_arguments, scratch_rows
 from kernels.operands import QKNorm
-from kernels.recurrence import MOST_TAPS, ConvolveArguments
-from kernels.recurrent_rows import RecurrentRows
+from kernels.recurrent_parts import DeltaParts, RecurrentWeights, States, recurrent_runs_in_c
 
 Layer = structure("decoder_layer")  # of decoder.h
 Convolved = structure("convolution")  # of decoder.h
@@ -35,29 +34,21 @@ class Convolution(NamedTuple):
     projection: PackedLinear  # [4 H / group, H], of the normed input
 
 
-class States(NamedTuple):
-    """The states of a hybrid's L recurrent layers for one call (kernels/recurrence.py)."""
-
-    rows: RecurrentRows
-    windows: Tensor  # [L, S, K - 1, C]
-    inputs: Tensor  # [L, R, C] receives the rows that each layer convolves
-
-
 class LayerParts(NamedTuple):
     """A layer: norm, attention with rotary embedding, norm and gated MLP, each half added to the residual stream.
 
     Attention reads the normed input; the raw input, without `input_norm`; or, with `token_norm`, the concatenation of
-    the normed token embedding and the normed input. With `short_conv` a gated short convolution takes its place, of the
-    same normed input; `qkv` projects that to b, c and x of c * convolution(b * x).
+    the normed token embedding and the normed input. `gated`: each projected query is followed by a gate of its head's
+    output. With `conv` a recurrent layer takes the place of attention (kernels/recurrent_parts.py).
     """
 
     input_norm: Tensor | None  # [H]
     qkv: PackedLinear
+    qk_norm: QKNorm | None
     output: PackedLinear
     post_norm: Tensor  # [H]
     gate_up: PackedLinear
     down: PackedLinear
-    qk_norm: QKNorm | None = None
     window: int | None = None
     token_norm: Tensor | None = None  # [H], of the token embedding
     residual_normed: bool = False  # the residual stream is the normed input
@@ -69,7 +60,10 @@ class LayerParts(NamedTuple):
     rotary: int = 0  # index of the rotary table
     attention_conv: Convolution | None = None
     mlp_conv: Convolution | None = None
-    short_conv: Tensor | None = None  # [K, H], the oldest tap first
+    gated: bool = False
+    rotary_dim: int | None = None  # numbers of a head that are rotated; None: all
+    conv: Tensor | None = None  # [K, C], the oldest tap first
+    delta: DeltaParts | None = None
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
@@ -78,6 +72,12 @@ class LayerParts(NamedTuple):
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
+
+    @property
+    def packed(self) -> tuple[PackedLinear, ...]:
+        """All that C multiplies by."""
+        further = () if self.delta is None else (self.delta.z, self.delta.ba)
+        return *self.linears, *further, *(conv.projection for conv in self.convolutions)
 
 
 def fuse_layers(
@@ -100,17 +100,15 @@ def runs_in_c(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
     if not attention.runs_in_c(head_dim, dtype, layers[0].post_norm.device) or head_dim % (2 * LANES):
         return False
     for layer in layers:
-        convolutions = layer.convolutions
-        packed = (*layer.linears, *(conv.projection for conv in convolutions))
         halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
         norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
-        if any(linear.native is None or linear.native.dtype is not dtype for linear in packed):
+        if any(linear.native is None or linear.native.dtype is not dtype for linear in layer.packed):
             return False
         if any(norm is not None and norm.dtype is not dtype for norm in norms):
             return False
-        if any(conv.base.dtype is not dtype for conv in convolutions):
+        if any(conv.base.dtype is not dtype for conv in layer.convolutions):
             return False
-        if layer.short_conv is not None and (layer.short_conv.dtype not in KINDS or len(layer.short_conv) > MOST_TAPS):
+        if (layer.rotary_dim or head_dim) % (2 * LANES) or not recurrent_runs_in_c(layer.conv, layer.delta, dtype):
             return False
         if layer.post_norm.shape[0] % LANES or layer.down.in_features % LANES:
             return False
@@ -132,8 +130,8 @@ class NativeDecoder:
         self.layers, self.dtype, self._stream = len(layers), layers[0].post_norm.dtype, layers[0].output.out_dtype
         self._layers = (Layer * self.layers)()
         self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
-        self.short_convs = {i: layer.short_conv for i, layer in enumerate(layers) if layer.short_conv is not None}
-        self._short_convs = {i: short_convolution(weight) for i, weight in self.short_convs.items()}
+        recurrent = {i: (layer.conv, layer.delta) for i, layer in enumerate(layers) if layer.conv is not None}
+        self.recurrent = RecurrentWeights(recurrent, self.layers) if recurrent else None
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             assert layer.token_norm is None or layer.input_norm is not None
             assert {layer.output.out_dtype, layer.down.out_dtype} == {self._stream}
@@ -145,32 +143,33 @@ class NativeDecoder:
                 assert (layer.qk_norm.eps, layer.qk_norm.centered) == (eps, layer.centered)
                 entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
             entry.qkv, entry.output, entry.gate_up, entry.down = map(ctypes.addressof, packed)
-            entry.window, entry.rotary = layer.window or 0, layer.rotary
+            entry.window, entry.rotary, entry.gated = layer.window or 0, layer.rotary, layer.gated
             for name in ("attention_conv", "mlp_conv"):
                 if (conv := getattr(layer, name)) is not None:
                     assert layer.attended_norm is None
                     assert layer.mlp_norm is None
                     self._convolutions.append(convolved(conv))
                     setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
-        for i, weight in self._short_convs.items():
-            self._layers[i].short_conv = ctypes.addressof(weight)
+        if self.recurrent is not None:
+            self.recurrent.set_pointers(self._layers)
         convolutions = [conv for layer in layers for conv in layer.convolutions]
-        attending = [layer for layer in layers if layer.short_conv is None]
-        first = attending[0]
+        attending = [layer for layer in layers if layer.conv is None]
+        self.attention_layers, first = len(attending), attending[0]
         assert all((entry.centered, entry.gelu) == (first.centered, first.gelu) for entry in layers)
-        assert all(entry.scale == first.scale for entry in attending)
+        assert len({(entry.scale, entry.rotary_dim, entry.gated) for entry in attending}) == 1
         self._widths = {
             "normed": max(layer.qkv.in_features for layer in layers),
             "qkv": max(layer.qkv.out_features for layer in layers),
+            "raw": first.qkv.out_features if first.gated else 0,
             "attended": max(layer.output.in_features for layer in layers),
             "inner": first.gate_up.out_features,
             "gated": first.down.in_features,
             "deltas": max((conv.projection.out_features for conv in convolutions), default=0),
             "mixed": len(first.post_norm) if convolutions else 0,
+            **({} if self.recurrent is None else self.recurrent.widths),
         }
         self._work = sum(entry.in_features * entry.out_features for entry in first.linears)
-        natives = [entry.native for layer in layers for entry in layer.linears]
-        natives += [conv.projection.native for conv in convolutions]
+        natives = [entry.native for layer in layers for entry in layer.packed]
         self._scratch = max(entry.scratch for entry in natives if entry is not None)
         self._arguments = DecoderArguments(
             layers=ctypes.addressof(self._layers),
@@ -183,6 +182,7 @@ class NativeDecoder:
             centered=first.centered,
             gelu=first.gelu,
             eps=eps,
+            rotated=first.rotary_dim or head_dim,
             scale=head_dim**-0.5 if first.scale is None else first.scale,
         )
 
@@ -213,7 +213,7 @@ class NativeDecoder:
         hidden = x if self.final_norm is None else torch.empty_like(x, dtype=self.dtype)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
-        recurrent = None if states is None else self._set_states(a, states)
+        recurrent = None if states is None or self.recurrent is None else self.recurrent.begin(a, states)
         a.tokens, a.block, a.reach = address(tokens), block, reach
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
@@ -234,8 +234,8 @@ class NativeDecoder:
         }
         buffer, addresses = allocate_aligned(sizes)
         cache_pointers, cache = (ctypes.c_void_p * self.layers)(), iter(caches)
-        for layer in range(self.layers):
-            cache_pointers[layer] = None if layer in self.short_convs else next(cache).data_ptr()
+        for layer, parts in enumerate(self._parts):
+            cache_pointers[layer] = next(cache).data_ptr() if parts.conv is None else None
         stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
             stream_pointers[layer] = stream.data_ptr()
@@ -243,17 +243,6 @@ class NativeDecoder:
         a = copied(self._arguments, addresses | numbers)
         a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
         return a, (buffer, cache_pointers, stream_pointers, attention)
-
-    def _set_states(self, a: ctypes.Structure, states: States) -> tuple[object, ...]:
-        """Set a call's arguments on states, and return the objects to keep alive meanwhile."""
-        assert states.windows.is_contiguous()
-        assert states.inputs.is_contiguous()
-        rows, pointers = states.rows, [(ctypes.c_void_p * self.layers)() for _ in range(2)]
-        for layer, window, inputs in zip(self.short_convs, states.windows, states.inputs, strict=True):
-            pointers[0][layer], pointers[1][layer] = window.data_ptr(), inputs.data_ptr()
-        recurrent = ConvolveArguments(**rows.fields, parents=address(rows.parents))
-        a.windows, a.inputs, a.recurrent = map(ctypes.addressof, (*pointers, recurrent))
-        return *pointers, recurrent
 
     def threads(self, rows: int) -> int:
         return threads(rows * self._work)
@@ -273,13 +262,3 @@ def convolved(conv: Convolution) -> tuple[ctypes.Structure, ctypes.Structure]:
     group = 4 * size // conv.projection.out_features
     pointers = {"base": conv.base.data_ptr(), "projection": ctypes.addressof(projection)}
     return Convolved(**pointers, group=group), projection
-
-
-def short_convolution(weight: Tensor) -> ctypes.Structure:
-    assert weight.is_contiguous()
-    return ConvolveArguments(weight=weight.data_ptr(), weight_kind=KINDS[weight.dtype], taps=len(weight))
-
-
-def linear_arguments(linear: PackedLinear) -> ctypes.Structure:
-    assert linear.native is not None, "runs_in_c() has asked"
-    return linear.native.arguments

@@ -18,9 +18,9 @@ from torch import Tensor
 from kernels.attention import AttentionArguments
 from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
-from kernels.decoder import NativeDecoder, allocate_aligned, linear_arguments
+from kernels.decoder import NativeDecoder, allocate_aligned
 from kernels.dispatch import LANES, address, uses_triton
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, linear_arguments
 from kernels.operands import ChoiceParameters
 from kernels.rows import AttentionRows
 

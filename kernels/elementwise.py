@@ -137,6 +137,15 @@ def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
     return uniform(partial(F.gelu, approximate="tanh") if gelu else F.silu, left) * right
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x times the sigmoid of `gate`, both `[..., I]`, rounded once."""
+    if (native := _native(x.shape[-1], x, gate)) is None:
+        return (x * uniform(torch.sigmoid, gate.float())).to(x.dtype)
+    x, gate, out = x.contiguous(), gate.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    native.sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), x.numel(), KINDS[x.dtype])
+    return out
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return ReLU or GELU (arXiv 1606.08415) of x `[..., I]`, each number with the same bits wherever it stands."""
     if activation in ("relu", "relu2"):
@@ -169,7 +178,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     (heads, dim), rotated = x.shape[-2:], cos.shape[-1]
     if rotated < dim:
-        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], dim=-1)
+        return torch.cat([rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]], dim=-1)
     native = _native(dim // 2, x, cos, sin)
     if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
         first, second = x.chunk(2, dim=-1)

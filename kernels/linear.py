@@ -298,6 +298,12 @@ def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch
     return expected
 
 
+def linear_arguments(linear: PackedLinear) -> ctypes.Structure:
+    """Return the structure `linear_args` of weights that C reads."""
+    assert linear.native is not None
+    return linear.native.arguments
+
+
 def runs_in_c(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     lib = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
     return lib is not None

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads, uses_triton
-from kernels.elementwise import uniform
+from kernels.elementwise import rms_norm, silu_mul, uniform
 from kernels.recurrent_rows import L2_EPS, RecurrentRows
 from kernels.triton import INTERPRETED
 
@@ -184,6 +184,33 @@ def _scan_in_torch(
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+
+
+def delta_gates(ba: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return decay and gain `[..., H]` of a gated delta net from its projections b and a, concatenated `[..., 2 H]`.
+
+    gain = sigmoid(b), decay = exp(-exp(A_log) softplus(a + dt_bias)), all in fp32.
+    """
+    if (native := _native(LANES, ba, A_log, dt_bias)) is None or ba.dtype is not torch.float32:
+        b, a = ba.chunk(2, dim=-1)
+        return torch.exp(-A_log.exp() * softplus(a + dt_bias)), uniform(torch.sigmoid, b)
+    ba, heads = ba.contiguous(), len(A_log)
+    decay, gain = torch.empty(2, *ba.shape[:-1], heads)
+    pointers = [x.data_ptr() for x in (ba, A_log, dt_bias, decay, gain)]
+    native.delta_gates(*pointers, ba.numel() // (2 * heads), heads)
+    return decay, gain
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm of x, in fp32, times SiLU(z), both `[..., V]`; x is rounded to the dtype of z before."""
+    if (native := _native(x.shape[-1], z, weight)) is None:
+        normed = rms_norm(x.to(z.dtype), weight, eps)
+        return silu_mul(torch.cat([z, normed], dim=-1).float()).to(z.dtype)
+    x, z = x.contiguous(), z.contiguous()
+    out = torch.empty_like(z)
+    pointers = [each.data_ptr() for each in (x, z, weight, out)]
+    native.gated_norm(*pointers, x.numel() // len(weight), len(weight), eps, KINDS[z.dtype])
+    return out
 
 
 softplus = partial(uniform, partial(F.softplus, beta=1.0, threshold=20.0))

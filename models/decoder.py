@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
 from kernels.draft import DraftParts
-from kernels.elementwise import rotate, uniform
+from kernels.elementwise import rotate, sigmoid_mul
 from kernels.linear import PackedLinear
 from kernels.operands import QKNorm
 from models.attention import Attention, Decode, Project, Rotary
@@ -56,12 +56,10 @@ class SelfAttention(nn.Module):
         attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
-    def parts(self) -> dict[str, Any] | None:
-        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such attention."""
-        if self.rotary_dim is not None:
-            return None
+    def parts(self) -> dict[str, Any]:
+        """Return what models.decoder.parts_of reads of a mixer."""
         fields = {"qk_norm": self.head_norm, "window": self.window, "scale": self.scale, "rotary": self.rotary_table}
-        return {"qkv": self.qkv_proj, "output": self.o_proj, **fields}
+        return {"qkv": self.qkv_proj, "output": self.o_proj, "rotary_dim": self.rotary_dim, **fields}
 
     @property
     def qkv_weight(self) -> Tensor:
@@ -93,15 +91,15 @@ class GatedAttention(SelfAttention):
     ) -> Tensor:
         qkv, gate = self._split(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)))
         attended = self._attend(qkv, rotary, attention, reach)
-        attended = (attended * uniform(torch.sigmoid, gate.flatten(-2).float())).to(x.dtype)
+        attended = sigmoid_mul(attended, gate.flatten(-2))
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     @property
     def qkv_weight(self) -> Tensor:
         return self._split(self.qkv_proj.weight.T.unflatten(-1, (-1, self.head_dim)))[0].flatten(-2).T
 
-    def parts(self) -> None:
-        return None
+    def parts(self) -> dict[str, Any]:
+        return super().parts() | {"gated": True}
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values `[..., nh + 2 nkv, D]`, and gates `[..., nh, D]`."""
@@ -182,6 +180,7 @@ def parts_of(
     return LayerParts(
         input_norm=None if input_norm is None else input_norm.weight,
         qkv=qkv,
+        qk_norm=own.pop("qk_norm", None),
         output=output,
         post_norm=post_norm.weight,
         gate_up=gate_up,

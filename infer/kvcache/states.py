@@ -16,8 +16,9 @@ from torch import Tensor
 
 from infer.config import EngineConfig
 from infer.kvcache.tensors import KVLayers, PooledAttention, PooledDecoding
-from kernels.decoder import NativeDecoder, States
+from kernels.decoder import NativeDecoder
 from kernels.recurrence import convolve, scan
+from kernels.recurrent_parts import Kept, States
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
 from models.config import RECURRENT, TargetConfig
@@ -118,11 +119,13 @@ class PooledRecurrence:
         rotary: tuple[Tensor, Tensor],
         entering: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        weights = list(decoder.short_convs.values())
-        inputs = torch.empty(len(weights), len(x), self._windows.shape[-1], dtype=self._windows.dtype)
-        if self._drafted:
-            self._convolved = {i: (inputs[i], weight.t(), None) for i, weight in enumerate(weights)}
-        return attention.decode(decoder, x, rotary, entering, states=States(self._rows, self._windows, inputs))
+        kept = list[Kept]() if self._drafted else None
+        out = attention.decode(
+            decoder, x, rotary, entering, states=States(self._rows, self._windows, self._states, kept)
+        )
+        self._convolved = {layer: each.convolved for layer, each in enumerate(kept or ())}
+        self._scanned = {layer: (*each.scanned, True) for layer, each in enumerate(kept or ()) if each.scanned}
+        return out
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if not any(map(len, paths)):

@@ -15,8 +15,9 @@ from torch import Tensor
 from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention, runs_in_c
 from kernels.copies import move_slots, write_kv
 from kernels.cpu.memory import zeros
-from kernels.decoder import NativeDecoder, States
+from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
+from kernels.recurrent_parts import States
 from kernels.rows import AttentionRows
 from models.attention import WriteKeys
 
@@ -131,7 +132,7 @@ class PooledDecoding(PooledAttention):
         reach: int = 0,
         states: States | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        caches = self._caches[self._first : self._first + decoder.layers - len(decoder.short_convs)]
+        caches = self._caches[self._first : self._first + decoder.attention_layers]
         return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach, states)
 
 

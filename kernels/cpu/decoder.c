@@ -3,7 +3,7 @@
  * read its input without a norm (EAGLE), or concatenated with a token embedding, each normed separately (EAGLE-3). The
  * outputs of attention and MLP may be normed before they are added to the residual stream (Gemma). The input and output of
  * both may be convolved along the rows of a block (DFlash2); then all rows are kept. In a layer of a hybrid a gated short
- * convolution takes the place of attention (LFM2).
+ * convolution (LFM2) or a gated delta net (Qwen3.5) takes the place of attention.
  *
  * In the last layer every row's keys and values are written, since other rows attend to them, but the outputs of only
  * some rows may be needed: after the keys and values are written, the other rows are dropped.
@@ -12,8 +12,8 @@
  * unrounded and which a norm rounds once, to the input of the next product. The inputs without a norm, the token norm and
  * convolutions are of heads, whose stream has the kind of the products.
  *
- * It calls the kernels that otherwise run separately (linear.c, attention.c, recurrence.c, rows.c) and rounds where they do, so its
- * bits are the same. There is a barrier wherever a thread reads what other threads wrote.
+ * It calls the kernels that otherwise run separately (linear.c, attention.c, recurrence.c, delta_net.c, rows.c) and
+ * rounds where they do, so its bits are the same. There is a barrier wherever a thread reads what other threads wrote.
  */
 #include "decoder.h"
 #include "rows.h"
@@ -135,18 +135,41 @@ static attention_args addressed(const part *p, const attention_args *rows, const
     return own;
 }
 
+/* Divide a row of projections into queries, keys and values, and gates, which stay where they are. */
+static void divide(const part *p, const attention_args *own, int64_t row) {
+    int64_t dim = own->dim, heads = own->heads, others = 2 * own->kv_heads * dim, bytes = (char *)at(p, 0, dim) - (char *)0;
+    void *raw = at(p, p->a->raw, row * (2 * heads * dim + others)), *qkv = at(p, p->a->qkv, row * own->q_stride);
+    for (int64_t head = 0; head < heads; head++) memcpy(at(p, qkv, head * dim), at(p, raw, 2 * head * dim), bytes);
+    memcpy(at(p, qkv, heads * dim), at(p, raw, 2 * heads * dim), others / dim * bytes);
+}
+
+/* Scale the outputs of heads by the sigmoids of their gates. */
+static void gate_heads(const part *p, const attention_args *rows) {
+    int64_t dim = rows->dim, heads = rows->heads, width = 2 * (heads + rows->kv_heads) * dim;
+    for (int64_t row = p->first; row < p->end; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            void *x = at(p, p->a->attended, (row * heads + head) * dim);
+            sigmoid_mul(x, at(p, p->a->raw, row * width + (2 * head + 1) * dim), x, dim, p->a->kind);
+        }
+    barrier(p);
+}
+
 static void write_rows(const part *p, const decoder_layer *layer, void *cache) {
     const decoder_args *a = p->a;
     attention_args own = addressed(p, a->attention, layer, cache);
     int64_t dim = own.dim, rotated = own.heads + own.kv_heads;
     for (int64_t row = p->first; row < p->end; row++) {
         void *q = at(p, a->qkv, row * own.q_stride), *k = at(p, q, own.heads * dim);
+        if (layer->gated) divide(p, &own, row);
         if (layer->q_norm) {
             norm_rows(p, q, a->kind, layer->q_norm, q, a->kind, own.heads, dim);
             norm_rows(p, k, a->kind, layer->k_norm, k, a->kind, own.kv_heads, dim);
         }
-        int64_t angle = (layer->rotary * a->rows + row) * dim;
-        rotate(q, at(p, (void *)a->cos, angle), at(p, (void *)a->sin, angle), q, 1, own.q_stride, rotated, dim, a->kind);
+        int64_t angle = (layer->rotary * a->rows + row) * a->rotated;
+        void *cos = at(p, (void *)a->cos, angle), *sin = at(p, (void *)a->sin, angle);
+        if (a->rotated == dim) rotate(q, cos, sin, q, 1, own.q_stride, rotated, dim, a->kind);
+        else
+            for (int64_t head = 0; head < rotated; head++, q = at(p, q, dim)) rotate(q, cos, sin, q, 1, dim, 1, a->rotated, a->kind);
     }
     attention_write(&own, p->first, p->end);
     barrier(p);
@@ -158,26 +181,55 @@ static void attend(const part *p, const attention_args *rows, const decoder_laye
     barrier(p);
 }
 
-/* Mix the rows by layer i's short convolution. */
+/* Convolve the rows along their ancestors, as layer i does. */
 static void convolve_rows(const part *p, int64_t i) {
     const decoder_args *a = p->a;
-    convolve_args own = *a->layers[i].short_conv;
+    convolve_args own = *a->layers[i].causal_conv;
     own.first = a->recurrent->first, own.slots = a->recurrent->slots, own.requests = a->recurrent->requests;
     own.advance = a->recurrent->advance, own.parents = a->recurrent->parents;
-    own.gates = a->qkv, own.x = a->inputs[i], own.windows = a->windows[i], own.out = a->attended;
-    own.kind = a->kind, own.threads = a->threads, own.channels = own.stride = a->hidden_size;
+    own.x = a->inputs[i], own.windows = a->windows[i], own.stride = own.channels;
+    own.kind = a->kind, own.threads = a->threads;
+    if (a->layers[i].delta) own.out = a->outputs[i];
+    else own.gates = a->qkv, own.out = a->attended;
     convolve_share(&own, p->self);
     barrier(p);
 }
 
+/* Apply layer i's gated delta net to its input x, of which queries, keys and values have been projected. */
+static void apply_delta(const part *p, int64_t i, const void *x) {
+    const decoder_args *a = p->a;
+    const delta_net *delta = a->layers[i].delta;
+    int64_t heads = delta->heads, values = delta->values, keys = delta->groups * delta->keys, first = p->first * heads;
+    apply(p, delta->z, x, 0, a->z);
+    apply(p, delta->ba, x, 0, a->ba);
+    float *decay = a->gates[i], *gain = decay + a->rows * heads;
+    delta_gates(a->ba + 2 * first, delta->a_log, delta->dt_bias, decay + first, gain + first, p->end - p->first, heads);
+    convolve_rows(p, i);
+    scan_args own = *a->scan;
+    own.q = a->outputs[i], own.k = at(p, a->outputs[i], keys), own.v = at(p, a->outputs[i], 2 * keys);
+    own.q_stride = own.k_stride = own.v_stride = 2 * keys + heads * values;
+    own.decay = decay, own.gain = gain, own.states = a->states[i], own.out = a->scanned, own.delta = 1;
+    own.heads = heads, own.groups = delta->groups, own.keys = delta->keys, own.values = values;
+    own.kind = a->kind, own.threads = a->threads;
+    scan_share(&own, p->self);
+    barrier(p);
+    first *= values;
+    gated_norm(
+        a->scanned + first, at(p, a->z, first), delta->norm, at(p, a->attended, first), (p->end - p->first) * heads, values, a->eps, a->kind
+    );
+    barrier(p);
+}
+
 /* Move the kept rows to the front of the residual stream and the queries, and return this thread's part of them. */
-static part keep_rows(const part *p) {
+static part keep_rows(const part *p, int gated) {
     const decoder_args *a = p->a;
     const attention_args *kept = a->kept;
     int64_t row = (char *)in_stream(p, a->x, a->hidden_size) - (char *)a->x, queries = kept->heads * kept->dim;
     int64_t stride = queries + 2 * kept->kv_heads * kept->dim, bytes = (char *)at(p, a->x, queries) - (char *)a->x;
+    int64_t raw = gated ? 2 * (kept->heads + kept->kv_heads) * kept->dim : 0;
     if (p->self == 0)
         for (int64_t i = 0; i < kept->rows; i++) {
+            if (raw) memmove(at(p, a->raw, i * raw), at(p, a->raw, a->keep[i] * raw), (char *)at(p, 0, raw) - (char *)0);
             memmove((char *)a->x + i * row, (char *)a->x + a->keep[i] * row, row);
             memmove(at(p, a->qkv, i * stride), at(p, a->qkv, a->keep[i] * stride), bytes);
         }
@@ -200,16 +252,20 @@ static void work(void *data) {
     for (int64_t i = 0; i < a->count; i++) {
         const decoder_layer *layer = a->layers + i;
         if (a->entering[i]) memcpy(in_stream(p, a->entering[i], from), in_stream(p, a->x, from), (p->end - p->first) * row);
-        apply(p, layer->qkv, convolved(p, layer->attention_conv, enter(p, layer)), 0, a->qkv);
-        if (layer->short_conv) {
+        const void *x = convolved(p, layer->attention_conv, enter(p, layer));
+        apply(p, layer->qkv, x, 0, layer->delta ? a->inputs[i] : layer->gated ? a->raw : a->qkv);
+        if (layer->delta) {
+            apply_delta(p, i, x);
+        } else if (layer->causal_conv) {
             convolve_rows(p, i);
         } else {
             write_rows(p, layer, a->caches[i]);
             if (a->kept && i == a->count - 1) {
                 if (!a->kept->rows) return;
-                own = keep_rows(p), rows = a->kept;
+                own = keep_rows(p, layer->gated != 0), rows = a->kept;
             }
             attend(p, rows, layer, a->caches[i]);
+            if (layer->gated) gate_heads(p, rows);
         }
         add_convolved(p, layer->attention_conv, layer->output, a->attended, layer->attended_norm);
         norm(p, layer->post_norm, a->normed);

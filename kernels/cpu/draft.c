@@ -20,14 +20,14 @@ typedef struct {
     const linear_args *lm_head;
     const void *embedding;     /* [V, hidden]; null: it is in `blocks` */
     const linear_args *blocks;
-    const void *cos, *sin;     /* [P, dim], by position */
+    const void *cos, *sin;     /* [P, rotated], by position */
     const void *norm;          /* [hidden], before the LM head; null: none */
     const int64_t *draft_ids;  /* [lm_head->outputs] target ids */
     int64_t *ids, *positions, *committed, *offset, *request; /* [rows]; the last three as in attention.h */
     const int64_t *low, *high; /* [chains] halves of the seeds, as in noise.c */
     const float *temperature;  /* [chains] */
     void *tokens;              /* [rows, hidden] embeddings; with `joined` [rows, 2 * hidden], with the states */
-    void *turned;              /* [2, rows, dim] cos and sin of the rows */
+    void *turned;              /* [2, rows, rotated] cos and sin of the rows */
     void *normed, *logits;     /* [chains, hidden | outputs], the latter of the LM head's `out_kind` */
     int64_t *columns;          /* [chains, count] the best of each, like keys and masses as in choose_best */
     float *keys, *masses;
@@ -56,7 +56,7 @@ static void apply(const draft_args *a, const linear_args *weights, const void *x
 
 static void enter(const draft_args *a) {
     decoder_args *d = a->decoder;
-    int64_t width = d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16), row = d->hidden_size * width, turn = a->dim * width;
+    int64_t width = d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16), row = d->hidden_size * width, turn = d->rotated * width;
     int64_t stride = a->joined ? 2 * row : row, size = d->hidden_size;
     char *cos = a->turned, *sin = cos + a->rows * turn;
     for (int64_t r = 0; r < a->rows; r++) {

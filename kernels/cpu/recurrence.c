@@ -239,19 +239,21 @@ int64_t scan_scratch(int64_t keys, int64_t values, int64_t places) {
 }
 
 /* States that decay away would become denormal, which takes many times as long: every thread rounds them to zero. */
-static void scan_part(void *data) {
-    scan_args *a = data;
+void scan_share(const scan_args *a, int64_t self) {
     unsigned long mode = flush_denormals();
-    float *scratch = a->scratch + this_thread(a->threads) * scan_scratch(a->keys, a->values, a->places);
-    for (int64_t taken; (taken = __atomic_fetch_add(&a->taken, 1, __ATOMIC_RELAXED)) < a->requests * a->heads;) {
-        if (a->kind == FLOAT32) scan_head(a, taken / a->heads, taken % a->heads, scratch, FLOAT32);
-        else scan_head(a, taken / a->heads, taken % a->heads, scratch, BFLOAT16);
+    float *scratch = a->scratch + self * scan_scratch(a->keys, a->values, a->places);
+    for (int64_t item = self; item < a->requests * a->heads; item += a->threads) {
+        if (a->kind == FLOAT32) scan_head(a, item / a->heads, item % a->heads, scratch, FLOAT32);
+        else scan_head(a, item / a->heads, item % a->heads, scratch, BFLOAT16);
     }
     restore_rounding(mode);
 }
 
-/* Keys and values are multiples of 16. */
+static void scan_part(void *data) {
+    const scan_args *a = data;
+    scan_share(a, this_thread(a->threads));
+}
+
 void scan(scan_args *a) {
-    a->taken = 0;
     run_threads(scan_part, a, &a->threads);
 }

@@ -1,7 +1,7 @@
 #ifndef HEADWAY_RECURRENCE_H
 #define HEADWAY_RECURRENCE_H
 
-#include "vec.h"
+#include "linear.h"
 
 /* Requests have rows first[b] to first[b + 1], exclusive. The state of its last row replaces the one in a request's slot
  * if `advance` is 1; the rows are a chain then. Without slots states begin with zeros, and none is kept. */
@@ -29,10 +29,29 @@ typedef struct {
     float *out;    /* [rows, heads, values] */
     float *scratch; /* scan_scratch floats of each thread */
     int64_t requests, rows, places, q_stride, k_stride, v_stride, heads, groups, keys, values, delta, kind;
-    int64_t threads, taken /* heads of requests */;
+    int64_t threads;
 } scan_args;
+
+/* A gated delta net behind the convolution, of which it has q, k [groups, keys] and v [heads, values]. */
+typedef struct {
+    const linear_args *z, *ba;         /* projections of the layer's input: of the output's gate; of gains and decays, in fp32 */
+    const float *a_log, *dt_bias;      /* [heads] */
+    const void *norm;                  /* [values] */
+    int64_t heads, groups, keys, values;
+} delta_net;
 
 /* Compute the channels of thread `self`, of `threads`. Channels are a multiple of 16; at most MOST_TAPS taps. */
 void convolve_share(const convolve_args *a, int64_t self);
+
+/* Compute every a->threads-th head of the requests, heads * request + head, from `self` on. Keys and values are multiples
+ * of 16. */
+void scan_share(const scan_args *a, int64_t self);
+
+void delta_gates(
+    const float *ba, const float *a_log, const float *dt_bias, float *decay, float *gain, int64_t rows, int64_t heads
+);
+void gated_norm(
+    const float *x, const void *z, const void *weight, void *out, int64_t rows, int64_t size, float eps, int64_t kind
+);
 
 #endif

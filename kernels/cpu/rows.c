@@ -111,6 +111,15 @@ void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_
     BY_KIND(kind, gate_mul_rows(gate_up, out, rows, size, FLOAT32, 1), gate_mul_rows(gate_up, out, rows, size, BFLOAT16, 1))
 }
 
+INLINE void sigmoid_mul_elements(const void *x, const void *gate, void *out, int64_t count, int kind) {
+    for (int64_t i = 0; i < count; i += LANES) store(out, i, times_sigmoid(load(x, i, kind), load(gate, i, kind)), kind);
+}
+
+/* out = x sigmoid(gate), count elements of each, a multiple of 16; `out` may be `x`. */
+void sigmoid_mul(const void *x, const void *gate, void *out, int64_t count, int64_t kind) {
+    BY_KIND(kind, sigmoid_mul_elements(x, gate, out, count, FLOAT32), sigmoid_mul_elements(x, gate, out, count, BFLOAT16))
+}
+
 INLINE void rotate_rows(
     const void *x, const void *cos, const void *sin, void *out, int64_t rows, int64_t stride, int64_t heads, int64_t dim, int kind
 ) {

@@ -15,6 +15,7 @@ void two_taps(
 );
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
 void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
+void sigmoid_mul(const void *x, const void *gate, void *out, int64_t count, int64_t kind);
 void rotate(
     const void *x, const void *cos, const void *sin, void *out, int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t kind
 );

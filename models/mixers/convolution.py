@@ -22,6 +22,11 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.recurrent.channels, 1, config.recurrent.taps))
         self.bias = nn.Parameter(torch.zeros(config.recurrent.channels)) if bias else None
 
+    @property
+    def by_taps(self) -> Tensor:
+        """The weight as kernels that run whole layers read it, `[K, C]`."""
+        return self.weight[:, 0].t().contiguous()
+
     def forward(self, x: Tensor, recurrence: Recurrence, *, silu: bool = False) -> Tensor:
         """Convolve x `[..., C]` along each row's ancestors."""
         return recurrence.convolve(self.layer, x, self.weight[:, 0], self.bias, silu=silu)
@@ -43,5 +48,5 @@ class ShortConvolution(nn.Module):
 
     def parts(self) -> dict[str, Any] | None:
         """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
-        weight = self.conv.weight[:, 0].t().contiguous()
-        return {"qkv": self.in_proj, "output": self.o_proj, "short_conv": weight} if self.conv.bias is None else None
+        own = {"qkv": self.in_proj, "output": self.o_proj, "conv": self.conv.by_taps}
+        return own if self.conv.bias is None else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kernels.elementwise import silu_mul, uniform
-from kernels.recurrence import softplus
+from kernels.recurrence import delta_gates, gated_norm
+from kernels.recurrent_parts import DeltaParts
 from models.config import RECURRENT, TargetConfig
 from models.layers import Linear, RMSNorm
 from models.mixers.convolution import CausalConvolution
@@ -49,11 +50,15 @@ class GatedDeltaNet(nn.Module):
         q, k, v = qkv.split(self.widths, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.key_size)) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, self.value_size)) for part in (v, z))
-        b, a = self.ba_proj(x).chunk(2, dim=-1)
-        decay = torch.exp(-self.A_log.exp() * softplus(a + self.dt_bias))
-        out = recurrence.scan(self.layer, q, k, v, decay, uniform(torch.sigmoid, b), delta=True)
-        gated = silu_mul(torch.cat([z, self.norm(out.to(x.dtype))], dim=-1).float())
-        return self.o_proj.add(residual, gated.to(x.dtype).flatten(-2))
+        gates = delta_gates(self.ba_proj(x), self.A_log, self.dt_bias)
+        out = recurrence.scan(self.layer, q, k, v, *gates, delta=True)
+        return self.o_proj.add(residual, gated_norm(out, z, self.norm.weight, self.norm.eps).flatten(-2))
 
-    def parts(self) -> None:
-        """No kernel runs such a layer."""
+    def parts(self) -> dict[str, Any] | None:
+        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
+        z, ba = (linear.packed if type(linear) is Linear else None for linear in (self.z_proj, self.ba_proj))
+        if z is None or ba is None:
+            return None
+        sizes = self.widths[0] // self.key_size, self.key_size
+        delta = DeltaParts(z, ba, self.A_log, self.dt_bias, self.norm.weight, *sizes)
+        return {"qkv": self.in_proj, "output": self.o_proj, "conv": self.conv.by_taps, "delta": delta}

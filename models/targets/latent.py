@@ -88,6 +88,9 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentProjections(config.num_heads, latent.key_size, latent.value_size, latent.rank)
         self.o_proj = Linear(config.num_heads * latent.value_size, size, bias=config.output_bias)
 
+    def parts(self) -> None:
+        """No kernel runs such layers whole: models.decoder.parts_of."""
+
     def forward(
         self,
         x: Tensor,

@@ -24,6 +24,7 @@ from models.layers import Linear, pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.lfm2 import Lfm2Target
 from models.targets.llama import LlamaTarget
+from models.targets.qwen3_5 import Qwen35Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from tests.drafts import checked_tree
 from tests.gguf_writing import random_blocks
@@ -80,6 +81,19 @@ CONFIGS = {
 MIXERS = (RECURRENT, ATTENTION, RECURRENT)
 HYBRIDS = {
     "lfm2": (Lfm2Target, replace(PLAIN, qk_norm=True, mixers=MIXERS, recurrent=RecurrentConfig(PLAIN.hidden_size, 3))),
+    "qwen3.5": (
+        Qwen35Target,
+        replace(
+            PLAIN,
+            qk_norm=True,
+            output_gate=True,
+            centered_norms=True,
+            head_dim=64,
+            rotary_dim=32,
+            mixers=MIXERS,
+            recurrent=RecurrentConfig(2 * 2 * 48 + 6 * 32, 4, heads=6, groups=2, key_size=48, value_size=32),
+        ),
+    ),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")

@@ -139,7 +139,13 @@ FAMILIES = {
         "Lfm2Config",
         LFM2 | {"eos_token_id": 1, "conv_L_cache": 7, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     ),
-    "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3.5": (  # sizes that the fused decoder takes
+        "Qwen3_5TextConfig",
+        QWEN3_5
+        | {"head_dim": 64, "linear_value_head_dim": 32}
+        | {"rope_parameters": QWEN3_5["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5 of odd sizes": ("Qwen3_5TextConfig", QWEN3_5),
     "qwen3.5 of one value head per key head, two taps": (
         "Qwen3_5TextConfig",
         QWEN3_5
