@@ -30,28 +30,27 @@ class DeltaParts(NamedTuple):
     groups: int
     key_size: int
 
-    def divide(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys `[R, G, K]` and values `[R, H, V]` of the convolution's output `[R, C]`."""
-        keys, values = self.groups * self.key_size, len(self.A_log) * len(self.norm)
-        q, k, v = qkv.split([keys, keys, values], dim=-1)
-        q, k = (x.unflatten(-1, (self.groups, -1)) for x in (q, k))
-        return q, k, v.unflatten(-1, (len(self.A_log), -1))
-
 
 class Kept(NamedTuple):
-    """What a recurrent layer read, for replays: arguments of `convolve`, and of a delta net's `scan`."""
+    """What the L recurrent layers of a decoder read of R rows; the last two are of delta nets."""
 
-    convolved: tuple[Tensor, Tensor, None]
-    scanned: tuple[Tensor, ...] | None
+    inputs: Tensor  # [L, R, C] of the convolutions
+    outputs: Tensor | None  # [L, R, C]
+    gates: Tensor | None  # [L, 2, R, H] decays and gains, fp32
+
+    def rows(self, index: Tensor) -> Kept:
+        """Return what was read of the rows `index`."""
+        inputs, *others = (each if each is None else each.index_select(-2, index) for each in self)
+        assert inputs is not None
+        return Kept(inputs, *others)
 
 
 class States(NamedTuple):
-    """The states of a hybrid's L recurrent layers for one call (kernels/recurrence.py)."""
+    """The states of a hybrid's L recurrent layers, and how a call's rows follow them (kernels/recurrence.py)."""
 
     rows: RecurrentRows
     windows: Tensor  # [L, S, K - 1, C]
     matrices: Tensor | None  # [L, S, H, K, V]
-    kept: list[Kept] | None  # receives what each layer read; None: it is not needed
 
 
 def recurrent_runs_in_c(conv: Tensor | None, delta: DeltaParts | None, dtype: torch.dtype) -> bool:
@@ -72,7 +71,7 @@ class RecurrentWeights:
     def __init__(self, weights: Mapping[int, tuple[Tensor, DeltaParts | None]], layers: int) -> None:
         lib = library()
         assert lib is not None
-        self._weights, self._layers, self._scan_scratch = weights, layers, lib.scan_scratch
+        self._weights, self._layers, self._scan_scratch = list(weights), layers, lib.scan_scratch
         self._convolutions = {i: _convolution(conv, silu=delta is not None) for i, (conv, delta) in weights.items()}
         self._deltas = {i: _delta_net(delta) for i, (_, delta) in weights.items() if delta is not None}
         heads, values = max(((d.heads, d.heads * d.values) for d, _ in self._deltas.values()), default=(0, 0))
@@ -85,34 +84,40 @@ class RecurrentWeights:
         for i, (delta, _) in self._deltas.items():
             layers[i].delta = ctypes.addressof(delta)
 
-    def begin(self, a: ctypes.Structure, states: States) -> tuple[object, ...]:
+    def buffers(self, rows: int, states: States, *, keep: bool) -> Kept:
+        """Allocate what C writes of so many rows; layers share it if it need not be `keep`t."""
+        windows, layers = states.windows, len(self._weights)
+        shape = (layers if keep else 1), rows, windows.shape[-1]
+        inputs = torch.empty(shape, dtype=windows.dtype).expand(layers, -1, -1)
+        if states.matrices is None:
+            return Kept(inputs, None, None)
+        gates = torch.empty(shape[0], 2, rows, states.matrices.shape[2]).expand(layers, -1, -1, -1)
+        return Kept(inputs, torch.empty(shape, dtype=windows.dtype).expand(layers, -1, -1), gates)
+
+    def begin(self, a: ctypes.Structure, states: States, kept: Kept) -> tuple[object, ...]:
         """Set the arguments of a call, whose rows and threads are set. Returns the objects to keep alive meanwhile."""
-        rows, windows, matrices, kept = states
-        assert windows.is_contiguous()
-        assert matrices is None or matrices.is_contiguous()
-        layers = 1 if kept is None else len(self._weights)
-        inputs = torch.empty(layers, a.rows, windows.shape[-1], dtype=windows.dtype)
-        outputs, gates, scan = inputs, inputs, None
-        if matrices is not None:
-            _, _, heads, keys, values = matrices.shape
-            visits, places = rows.visits
-            outputs, gates = torch.empty_like(inputs), torch.empty(layers, 2, a.rows, heads)
-            scratch = torch.empty(a.threads * self._scan_scratch(keys, values, places))
-            own = {"visits": address(visits), "rows": a.rows, "places": places, "scratch": scratch.data_ptr()}
-            scan = (ScanArguments(**rows.fields, **own), scratch)
-            a.scan = ctypes.addressof(scan[0])
-        pointers = [(ctypes.c_void_p * self._layers)() for _ in range(5)]
-        for nth, (i, (conv, delta)) in enumerate(self._weights.items()):
-            read = [each[min(nth, layers - 1)] for each in (inputs, outputs, gates)]
-            state = windows[nth], None if matrices is None else matrices[nth]
-            for array, tensor in zip(pointers, (*state, *read), strict=True):
-                array[i] = address(tensor)
-            if kept is not None:
-                kept.append(Kept((read[0], conv.t(), None), delta and (*delta.divide(read[1]), *read[2])))
-        recurrent = ConvolveArguments(**rows.fields, parents=address(rows.parents))
+        rows, windows, matrices = states
+        recurrent, scan = ConvolveArguments(**rows.fields, parents=address(rows.parents)), None
         a.recurrent = ctypes.addressof(recurrent)
-        a.windows, a.states, a.inputs, a.outputs, a.gates = map(ctypes.addressof, pointers)
-        return (pointers, inputs, outputs, gates, scan, recurrent)
+        if matrices is not None:
+            visits, places = rows.visits
+            scratch = torch.empty(a.threads * self._scan_scratch(*matrices.shape[-2:], places))
+            fields = {"visits": address(visits), "rows": a.rows, "places": places, "scratch": scratch.data_ptr()}
+            scan = ScanArguments(**rows.fields, **fields), scratch
+            a.scan = ctypes.addressof(scan[0])
+        tensors = {"windows": windows, "states": matrices, **kept._asdict()}
+        pointers = {name: self._pointers(tensor) for name, tensor in tensors.items() if tensor is not None}
+        for name, array in pointers.items():
+            setattr(a, name, ctypes.addressof(array))
+        return pointers, kept, recurrent, scan
+
+    def _pointers(self, tensor: Tensor) -> ctypes.Array[ctypes.c_void_p]:
+        """Return where the parts of `tensor` `[L, ...]` begin, by the index of their layers."""
+        assert tensor[0].is_contiguous()
+        base, step, pointers = tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, (ctypes.c_void_p * self._layers)()
+        for nth, i in enumerate(self._weights):
+            pointers[i] = base + nth * step
+        return pointers
 
 
 def _convolution(weight: Tensor, *, silu: bool) -> ctypes.Structure:

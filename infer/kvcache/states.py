@@ -92,6 +92,7 @@ class PooledRecurrence:
         self._drafted = drafted
         self._convolved: dict[int, tuple[Any, ...]] = {}  # what each layer's convolution read
         self._scanned: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
+        self._fused: tuple[NativeDecoder, Kept] | None = None  # what all layers of a fused decoder read
         if (project := getattr(attention, "project", None)) is not None:
             self.project = project
         if isinstance(attention, PooledDecoding):
@@ -119,18 +120,20 @@ class PooledRecurrence:
         rotary: tuple[Tensor, Tensor],
         entering: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        kept = list[Kept]() if self._drafted else None
-        out = attention.decode(
-            decoder, x, rotary, entering, states=States(self._rows, self._windows, self._states, kept)
-        )
-        self._convolved = {layer: each.convolved for layer, each in enumerate(kept or ())}
-        self._scanned = {layer: (*each.scanned, True) for layer, each in enumerate(kept or ()) if each.scanned}
-        return out
+        assert decoder.recurrent is not None
+        states = States(self._rows, self._windows, self._states)
+        kept = decoder.recurrent.buffers(len(x), states, keep=self._drafted)
+        if self._drafted:
+            self._fused = decoder, kept
+        return attention.decode(decoder, x, rotary, entering, states=states, kept=kept)
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if not any(map(len, paths)):
             return
         index, rows = self._rows.along(paths)
+        if self._fused is not None:
+            decoder, kept = self._fused
+            decoder.replay(States(rows, self._windows, self._states), kept.rows(index))
         for layer, (x, weight, bias) in self._convolved.items():
             convolve(x[index], weight, bias, self._windows[layer], rows, silu=False)
         for layer, (*inputs, delta) in self._scanned.items():

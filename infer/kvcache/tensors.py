@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from kernels.copies import move_slots, write_kv
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
-from kernels.recurrent_parts import States
 from kernels.rows import AttentionRows
 from models.attention import WriteKeys
 
@@ -130,10 +130,10 @@ class PooledDecoding(PooledAttention):
         tokens: Tensor | None = None,
         block: int = 0,
         reach: int = 0,
-        states: States | None = None,
+        **states: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.attention_layers]
-        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach, states)
+        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach, **states)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer

@@ -181,16 +181,34 @@ static void attend(const part *p, const attention_args *rows, const decoder_laye
     barrier(p);
 }
 
-/* Convolve the rows along their ancestors, as layer i does. */
-static void convolve_rows(const part *p, int64_t i) {
-    const decoder_args *a = p->a;
+/* Return layer i's convolution, without what it is gated by. */
+static convolve_args convolution_of(const decoder_args *a, int64_t i, void *out) {
     convolve_args own = *a->layers[i].causal_conv;
     own.first = a->recurrent->first, own.slots = a->recurrent->slots, own.requests = a->recurrent->requests;
     own.advance = a->recurrent->advance, own.parents = a->recurrent->parents;
-    own.x = a->inputs[i], own.windows = a->windows[i], own.stride = own.channels;
+    own.x = a->inputs[i], own.windows = a->windows[i], own.out = out, own.stride = own.channels;
     own.kind = a->kind, own.threads = a->threads;
-    if (a->layers[i].delta) own.out = a->outputs[i];
-    else own.gates = a->qkv, own.out = a->attended;
+    return own;
+}
+
+/* Return the recurrence of layer i, which is a gated delta net. */
+static scan_args recurrence_of(const decoder_args *a, int64_t i) {
+    const delta_net *delta = a->layers[i].delta;
+    int64_t keys = delta->groups * delta->keys, width = a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
+    scan_args own = *a->scan;
+    own.q = a->outputs[i], own.k = (const char *)own.q + keys * width, own.v = (const char *)own.k + keys * width;
+    own.q_stride = own.k_stride = own.v_stride = 2 * keys + delta->heads * delta->values;
+    own.decay = a->gates[i], own.gain = own.decay + a->rows * delta->heads;
+    own.states = a->states[i], own.out = a->scanned, own.delta = 1;
+    own.heads = delta->heads, own.groups = delta->groups, own.keys = delta->keys, own.values = delta->values;
+    own.kind = a->kind, own.threads = a->threads;
+    return own;
+}
+
+/* Apply layer i's gated short convolution to its projected input. */
+static void convolve_gated(const part *p, int64_t i) {
+    convolve_args own = convolution_of(p->a, i, p->a->attended);
+    own.gates = p->a->qkv;
     convolve_share(&own, p->self);
     barrier(p);
 }
@@ -199,24 +217,19 @@ static void convolve_rows(const part *p, int64_t i) {
 static void apply_delta(const part *p, int64_t i, const void *x) {
     const decoder_args *a = p->a;
     const delta_net *delta = a->layers[i].delta;
-    int64_t heads = delta->heads, values = delta->values, keys = delta->groups * delta->keys, first = p->first * heads;
+    int64_t heads = delta->heads, rows = p->end - p->first, from = p->first * heads, size = delta->values;
     apply(p, delta->z, x, 0, a->z);
     apply(p, delta->ba, x, 0, a->ba);
-    float *decay = a->gates[i], *gain = decay + a->rows * heads;
-    delta_gates(a->ba + 2 * first, delta->a_log, delta->dt_bias, decay + first, gain + first, p->end - p->first, heads);
-    convolve_rows(p, i);
-    scan_args own = *a->scan;
-    own.q = a->outputs[i], own.k = at(p, a->outputs[i], keys), own.v = at(p, a->outputs[i], 2 * keys);
-    own.q_stride = own.k_stride = own.v_stride = 2 * keys + heads * values;
-    own.decay = decay, own.gain = gain, own.states = a->states[i], own.out = a->scanned, own.delta = 1;
-    own.heads = heads, own.groups = delta->groups, own.keys = delta->keys, own.values = values;
-    own.kind = a->kind, own.threads = a->threads;
-    scan_share(&own, p->self);
+    float *decay = (float *)a->gates[i] + from, *gain = decay + a->rows * heads;
+    delta_gates(a->ba + 2 * from, delta->a_log, delta->dt_bias, decay, gain, rows, heads);
+    convolve_args convolution = convolution_of(a, i, a->outputs[i]);
+    convolve_share(&convolution, p->self);
     barrier(p);
-    first *= values;
-    gated_norm(
-        a->scanned + first, at(p, a->z, first), delta->norm, at(p, a->attended, first), (p->end - p->first) * heads, values, a->eps, a->kind
-    );
+    scan_args recurrence = recurrence_of(a, i);
+    scan_share(&recurrence, p->self);
+    barrier(p);
+    from *= size;
+    gated_norm(a->scanned + from, at(p, a->z, from), delta->norm, at(p, a->attended, from), rows * heads, size, a->eps, a->kind);
     barrier(p);
 }
 
@@ -257,7 +270,7 @@ static void work(void *data) {
         if (layer->delta) {
             apply_delta(p, i, x);
         } else if (layer->causal_conv) {
-            convolve_rows(p, i);
+            convolve_gated(p, i);
         } else {
             write_rows(p, layer, a->caches[i]);
             if (a->kept && i == a->count - 1) {
@@ -278,4 +291,23 @@ static void work(void *data) {
 
 void decoder(decoder_args *a) {
     run_threads(work, a, &a->threads);
+}
+
+/* Threads need not wait for each other: each has its channels and heads, whose inputs were kept. */
+static void replay_part(void *data) {
+    const decoder_args *a = data;
+    int64_t self = this_thread(a->threads);
+    for (int64_t i = 0; i < a->count; i++) {
+        if (!a->layers[i].causal_conv) continue;
+        convolve_args convolution = convolution_of(a, i, a->attended);
+        convolve_share(&convolution, self);
+        if (!a->layers[i].delta) continue;
+        scan_args recurrence = recurrence_of(a, i);
+        scan_share(&recurrence, self);
+    }
+}
+
+/* Bring the states of recurrent layers up to date with rows whose inputs were kept. */
+void replay(decoder_args *a) {
+    run_threads(replay_part, a, &a->threads);
 }
