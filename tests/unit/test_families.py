@@ -755,7 +755,7 @@ def test_ranks_divide_heads_with_their_gates_and_the_outputs_of_delta_nets(make_
     whole, ranks = load_target(folder), []
     for rank in range(2):
         ranks.append(load_target(folder, part=Part(rank, 2, lambda x, sizes, *, everywhere=True: x)))
-    divided = [target.layers[1].self_attn.qkv_proj.weight.split([4 * 32, 32, 32]) for target in ranks]
+    divided = [target.layers[1].self_attn.qkv_proj.weight.split([4 * 64, 64, 64]) for target in ranks]
     together = torch.cat([torch.cat(pieces) for pieces in zip(*divided, strict=True)])
     assert torch.equal(together, whole.layers[1].self_attn.qkv_proj.weight)
     mixers = [target.layers[0].mixer for target in ranks]
