@@ -22,6 +22,7 @@ from kernels.recurrent_parts import Kept, States
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
 from models.config import RECURRENT, TargetConfig
+from models.targets.llama import LlamaTarget
 
 SNAPSHOT_BYTES, MOST_SNAPSHOTS = 2**28, 16  # of all copies of states; for each request at most
 
@@ -32,9 +33,9 @@ class HybridLayers(KVLayers):
     windows `[L, S, K - 1, C]`: the last inputs of L convolutions; states `[L, S, H, K, V]` fp32, if there are any.
     """
 
-    def __init__(self, *args: Any, target: TargetConfig, state_slots: int, **sizes: Any) -> None:
+    def __init__(self, *args: Any, target: LlamaTarget, state_slots: int, **sizes: Any) -> None:
         super().__init__(*args, **sizes)
-        config, layers = target.recurrent, target.count(RECURRENT)
+        config, layers = target.recurrent, target.config.count(RECURRENT)
         assert config is not None
         columns = layers, state_slots, config.taps - 1, config.channels
         matrices = layers, state_slots, config.heads, config.key_size, config.value_size
@@ -166,13 +167,13 @@ NO_STATES = StatePlan()
 
 
 def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> StatePlan:
-    """Return how many states of a hybrid target are kept, and their bytes; of another target none.
+    """Return how many states of a hybrid target are kept, and a rank's bytes of them; of another target none.
 
     Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
     """
     if target.recurrent is None:
         return NO_STATES
-    each = target.recurrent.bytes(dtype.itemsize) * target.count(RECURRENT)
+    each = target.recurrent.of_rank(config.tensor_parallel).bytes(dtype.itemsize) * target.count(RECURRENT)
     snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
     slots = config.max_batch + 1 + snapshots
     return StatePlan(slots, slots * each)

@@ -58,8 +58,8 @@ class Shard:
         say_slower(slower_layers(self.linears, "engine.weights"))
         say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype, self.value_dim))
         self.layer_shapes = [LayerShape(kv_heads, head_dim, self.value_dim)] * target.config.count(ATTENTION)
-        if target.config.recurrent is not None:
-            self._make_layers = partial(HybridLayers, target=target.config)
+        if target.recurrent is not None:
+            self._make_layers = partial(HybridLayers, target=target)
         self._kv: KVLayers | None = None
 
     @property

@@ -34,8 +34,8 @@ class LeadingShard(Shard):
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)
-        if target.config.recurrent is not None:
-            self._make_layers = partial(LeadingHybridLayers, ranks, target=target.config)
+        if target.recurrent is not None:
+            self._make_layers = partial(LeadingHybridLayers, ranks, target=target)
         # Patched on the LM head itself, since draft heads share that layer and call it.
         target.lm_head.forward = partial(lead_logits, ranks, target.lm_head.forward)
         target.forward = partial(lead_sequences, ranks, target.forward)
@@ -102,7 +102,7 @@ class LeadingLayers(KVLayers):
 
 
 class LeadingHybridLayers(LeadingLayers, HybridLayers):
-    """Every rank keeps all states, and runs every recurrence."""
+    """Every rank keeps its part of each state."""
 
     def clear_state(self, slot: int) -> None:
         with self._ranks.leading("states", ["clear_state", slot]):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.config import RECURRENT, TargetConfig
 from models.layers import Linear
+from models.mixers import Mixer
 from models.recurrence import Recurrence
 
 
@@ -32,7 +33,7 @@ class CausalConvolution(nn.Module):
         return recurrence.convolve(self.layer, x, self.weight[:, 0], self.bias, silu=silu)
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Mixer):
     """Gated short convolution: out = o(c * conv(b * x)) of b, c, x projected from the layer's input."""
 
     def __init__(self, config: TargetConfig, layer: int, *, bias: bool = False) -> None:
@@ -40,6 +41,7 @@ class ShortConvolution(nn.Module):
         self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size, bias=bias)
         self.conv = CausalConvolution(config, layer, bias=bias)
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=bias)
+        self.rows = {"in_proj": ((config.hidden_size, 1),) * 3, "conv": ((config.hidden_size, 1),)}
 
     def forward(self, x: Tensor, recurrence: Recurrence, residual: Tensor) -> Tensor:
         """Return residual + the layer's output `[..., H]`."""

@@ -20,6 +20,7 @@ from kernels.recurrence import softplus
 from models.config import RecurrentConfig, TargetConfig
 from models.fields import Fields
 from models.layers import Linear, RMSNorm
+from models.mixers import Mixer
 from models.mixers.convolution import CausalConvolution
 from models.recurrence import Recurrence
 
@@ -88,22 +89,26 @@ class GroupNorm(RMSNorm):
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__(size, eps)
-        self.groups = groups
+        self.groups, self.group_size = groups, size // groups
 
     def forward(self, x: Tensor) -> Tensor:
         if self.groups == 1:
             return super().forward(x)
-        parts = x.unflatten(-1, (self.groups, -1))
+        parts = x.unflatten(-1, (-1, self.group_size))
         normed = rms_norm(parts, torch.ones(parts.shape[-1], dtype=x.dtype, device=x.device), self.eps)
         return (normed.flatten(-2) * self.weight.to(x.dtype)).to(x.dtype if self.inside else self.weight.dtype)
 
 
-class Mamba2(nn.Module):
+class Mamba2(Mixer):
+    config: Mamba2Config
+
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         assert isinstance(config.recurrent, Mamba2Config)
         self.config = own = config.recurrent
-        size = own.heads * own.value_size
+        size, (keys, values, numbers) = own.heads * own.value_size, own.units
+        self.rows = {"in_proj": (values, values, keys, keys, numbers), "conv": (values, keys, keys), "norm": (values,)}
+        self.rows |= dict.fromkeys(("A_log", "D", "dt_bias"), (numbers,))
         self.in_proj = Linear(config.hidden_size, size + own.channels + own.heads, bias=own.bias)
         self.conv = CausalConvolution(config, layer, bias=own.convolution_bias)
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.zeros(own.heads)) for _ in range(3))
@@ -125,7 +130,8 @@ class Mamba2(nn.Module):
 
     def _mix(self, x: Tensor, recurrence: Recurrence) -> Tensor:
         """Return the input of the output projection, in the dtype of x `[..., H]`."""
-        own, size, dtype = self.config, self.o_proj.in_features, x.dtype
+        own, dtype = self.config, x.dtype
+        size = own.heads * own.value_size
         z, xbc, dt = self.in_proj(x).split([size, own.channels, own.heads], dim=-1)
         sizes, (z_scale, *xbc_scales, dt_scale) = [size, *[own.groups * own.key_size] * 2], own.scales
         if any(scale != 1 for scale in xbc_scales):

@@ -48,7 +48,7 @@ class LlamaTarget(nn.Module):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recurrent = config, config.recurrent  # the latter of this rank, where ranks divide it
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._fused_decoder = FusedDecoder()
         self.shares: ShardedLayers | None = None  # if the layers are sharded (ZeRO-3)

@@ -1,8 +1,8 @@
 """A target under tensor parallelism: the decoder of llama.py with its linear layers split among the ranks.
 
-The layers' code stays as it is. A rank computes its own heads of an attention and its own inner rows of an MLP; the two
-projections back to the hidden state gather their input from all ranks, and then their output, so that every rank has
-the whole hidden state.
+The layers' code stays as it is. A rank computes its own heads of an attention, its own heads or channels of a
+recurrence, whose states it keeps, and its own inner rows of an MLP; the projections back to the hidden state gather
+their input from all ranks, and then their output, so that every rank has the whole hidden state.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
+from models.config import RecurrentConfig
 from models.decoder import GatedAttention, SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
-from models.mixers.convolution import ShortConvolution
-from models.mixers.delta_net import GatedDeltaNet
-from models.mixers.mamba2 import Mamba2
-from models.sharding import Part, check_heads, even, inner, split
+from models.mixers import Mixer
+from models.mixers.mamba2 import GroupNorm
+from models.sharding import Part, Range, check_heads, even, inner, recurrent_part, split, unit_rows
 from models.targets.latent import LatentAttention
 from models.targets.llama import LlamaTarget
 
@@ -41,7 +41,7 @@ class ShardedLinear(Linear):
     ) -> None:
         assert returns == "part" or sum(sizes) == linear.out_features
         super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
-        self.out_dtype = linear.out_dtype
+        self.out_dtype, self.narrows = linear.out_dtype, linear.narrows
         self.part, self.sizes, self.returns = part, tuple(sizes), returns
         self.reads = None if reads is None else tuple(reads)
 
@@ -58,12 +58,28 @@ class ShardedLinear(Linear):
         return self.part.gather(out, self.sizes, everywhere=self.returns == "whole")
 
 
+class SpanningNorm(GroupNorm):
+    """A norm whose groups span ranks: the input is gathered first. Every rank has the whole output or, if a gate
+    follows, its own part.
+    """
+
+    def __init__(self, norm: GroupNorm, part: Part) -> None:
+        super().__init__(len(norm.weight), norm.groups, norm.eps)
+        self.inside, self.part, self.sizes = norm.inside, part, even(len(norm.weight), part.ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = super().forward(self.part.gather(x, self.sizes))
+        return normed.split(self.sizes, dim=-1)[self.part.rank] if self.inside else normed
+
+
 def divide(target: LlamaTarget, part: Part) -> None:
     """Replace the linear layers by this rank's part of them. Raises ValueError where sizes cannot be divided.
 
     Call before weights are loaded, best on the meta device.
     """
     check_heads(target.config.num_heads, target.config.num_kv_heads, part.ranks)
+    if target.recurrent is not None:
+        target.recurrent = recurrent_part(target.recurrent, part.ranks)
     for module in list(target.modules()):
         if isinstance(module, SelfAttention):
             _divide_attention(module, part)
@@ -71,9 +87,9 @@ def divide(target: LlamaTarget, part: Part) -> None:
             _divide_latent(module, part)
         elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
-        elif isinstance(module, GatedDeltaNet | Mamba2 | ShortConvolution):  # every rank runs the recurrence
-            sizes = split(module.o_proj.out_features, part.ranks)
-            module.o_proj = ShardedLinear(module.o_proj, part, sizes, returns="whole")
+        elif isinstance(module, Mixer):
+            assert target.recurrent is not None
+            _divide_mixer(module, target.recurrent, part)
     target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), returns="leader")
 
 
@@ -97,6 +113,37 @@ def _divide_latent(attention: LatentAttention, part: Part) -> None:
     attention.num_heads //= ranks
     attention.kv_b_proj = attention.kv_b_proj.heads_of(attention.num_heads)
     attention.o_proj = _divide_output(attention.o_proj, part)
+
+
+def _divide_mixer(mixer: Mixer, config: RecurrentConfig, part: Part) -> None:
+    norm, ranks = getattr(mixer, "norm", None), part.ranks
+    mixer.config, mixer.o_proj = config, _divide_output(mixer.o_proj, part)
+    if isinstance(norm, GroupNorm) and norm.groups % ranks:
+        mixer.norm = SpanningNorm(norm, part)
+        mixer.rows.pop("norm")
+        if not norm.inside:
+            mixer.o_proj.reads = None
+    for name, parameter in list(mixer.named_parameters()):
+        path, _, key = name.rpartition(".")
+        owner, rows = mixer.get_submodule(path), unit_rows(mixer.rows.get(path or key, ()), part.rank, ranks)
+        size = sum(end - first for first, end in rows)
+        if rows and type(owner) is Linear:
+            setattr(mixer, path, ShardedLinear(owner, part, (size,) * ranks))
+        elif rows and not isinstance(owner, Linear):
+            setattr(owner, key, nn.Parameter(parameter[:size]))
+
+
+def recurrent_rows(target: LlamaTarget, part: Part) -> dict[str, tuple[Range, ...]]:
+    """Return the rows of checkpoint tensors that this rank holds of the recurrences of a divided target."""
+    layout, rows = target.checkpoint_layout(), dict[str, tuple[Range, ...]]()
+    mixers = {path: module for path, module in target.named_modules() if isinstance(module, Mixer)}
+    for path, mixer in mixers.items():
+        for name, _ in mixer.named_parameters():
+            if units := mixer.rows.get(name.partition(".")[0]):
+                names = layout[f"{path}.{name}"]
+                parts = [units] if len(names) == 1 else [(each,) for each in units]
+                rows |= {n: unit_rows(each, part.rank, part.ranks) for n, each in zip(names, parts, strict=True)}
+    return rows
 
 
 def _divide_output(output: Linear, part: Part) -> ShardedLinear:

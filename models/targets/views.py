@@ -20,6 +20,7 @@ from kernels.weights.groups import GroupedRows
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.llama import LlamaTarget
+from models.targets.tensor_parallel import recurrent_rows
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
 
 STACKED = re.compile(r"(.*\.experts|.*\.block_sparse_moe)\.(gate_up_proj|up_proj|down_proj|(in|out)put_linear\.weight)")
@@ -105,7 +106,11 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
             views[name] = View(name, tuple(map(_rows, names, accumulate(sizes, initial=0), sizes, [part] * len(sizes))))
         else:
             views[target.published_name(name)] = View(name)
-    return tensors if all(View(name) == view for name, view in views.items()) else Views(tensors, views)
+    tensors = tensors if all(View(name) == view for name, view in views.items()) else Views(tensors, views)
+    if part is None or target.recurrent is None:
+        return tensors
+    rows = recurrent_rows(target, part)
+    return Views(tensors, {name: View(name, rows.get(name, ())) for name in tensors})
 
 
 def stacked_views(

@@ -8,10 +8,12 @@ import shutil
 import signal
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
+from infer.batch.tree import Budget
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.processes.comm import RankLost
@@ -20,6 +22,7 @@ from models.heads import HEADS
 from models.heads.config import HeadConfig
 from models.heads.files import save_head
 from models.heads.weights import initialize
+from tests.lossless.oracles import Thicket, WrongThenRight
 from tests.pools import check_pool
 from tests.unit.test_targets import randomise_biases_and_norms
 
@@ -190,30 +193,52 @@ FAMILIES = {
         "OPTConfig",
         {"ffn_dim": 96, "init_std": 0.2, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     ),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+GRANITE = {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96}
+DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32, "pad_token_id": 0}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "head_dim": 32}
+HYBRIDS = {  # with the sizes of states that kernels in C have, and others
+    "lfm2": ("Lfm2Config", TIED | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
     "qwen3.5": (
         "Qwen3_5TextConfig",
-        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32, "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "pad_token_id": 0},
+        DELTA_NET
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 24},
     ),
-    "falcon h1": (
+    "qwen3 next": (
+        "Qwen3NextConfig",
+        DELTA_NET
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"shared_expert_intermediate_size": 48},
+    ),
+    "falcon h1": ("FalconH1Config", MAMBA | {"intermediate_size": 96, "mamba_d_ssm": 128}),
+    "falcon h1, a norm of both ranks before the gate": (
         "FalconH1Config",
-        {"intermediate_size": 96, "mamba_d_ssm": 128, "mamba_n_heads": 16, "mamba_d_state": 12, "mamba_n_groups": 2},
+        {**MAMBA, "intermediate_size": 96, "mamba_d_ssm": 64, "mamba_n_groups": 1, "mamba_rms_norm": True}
+        | {"mamba_norm_before_gate": True},
     ),
-    "granite hybrid": (
+    "granite hybrid": ("GraniteMoeHybridConfig", {**GRANITE, **MAMBA, "num_local_experts": 0}),
+    "granite hybrid, a norm of both ranks": (
         "GraniteMoeHybridConfig",
-        {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 16, "mamba_d_state": 12}
-        | {"intermediate_size": 48, "shared_intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**GRANITE, "mamba_n_heads": 16, "mamba_d_state": 12, "intermediate_size": 48}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "nemotron h": (
+        "NemotronHConfig",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "full_attention", "mlp"], "intermediate_size": 96},
     ),
 }
-DTYPES = ("float32", "bfloat16", "bfloat16", *("float32", "bfloat16") * 4, *("bfloat16", "float32") * 3)
+DTYPES = ("float32", "bfloat16", "bfloat16", *("float32", "bfloat16") * 4, *("bfloat16", "float32"))
 
 
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])
 def test_other_families(tiny_target_folder, tmp_path, family, dtype):
     folder = make_family(family, tiny_target_folder, tmp_path)
     wanted = generate_twice(load(folder, dtype, 1, "none"))
-    # the second time suffix decoding finds what the first has answered, which replays the states of hybrids
+    # the second time suffix decoding finds what the first has answered
     engine = load(folder, dtype, 2, "suffix", adaptive=False)
     try:
         assert generate_twice(engine) == wanted
@@ -224,10 +249,34 @@ def test_other_families(tiny_target_folder, tmp_path, family, dtype):
         engine.close()
 
 
+@pytest.mark.parametrize(("family", "dtype"), [*zip(HYBRIDS, ("float32", "bfloat16") * 4, strict=True)])
+def test_ranks_keep_their_parts_of_states(tiny_target_folder, tmp_path, family, dtype):
+    """Through chains and trees of wrong and right tokens, forks, pre-emption and cached prefixes."""
+    folder = make_family(family, tiny_target_folder, tmp_path)
+    alone = load(folder, dtype, 1, "none")
+    answers = {(*a.prompt_ids, a.seed): a.token_ids for a in alone.generate(*make_requests())}
+    wanted, alone = generate_twice(alone), alone.memory
+    engine = load(folder, dtype, 2, "none")
+    try:
+        for oracle, budget in ((WrongThenRight, Budget(4, 4)), (partial(Thicket, seed=3), Budget(16, 6))):
+            engine.add_proposer(oracle(lambda request: answers[*request.prompt_ids, request.seed]), budget)
+            assert generate_twice(engine) == wanted
+            speculation = engine.stats.speculation
+            assert 0 < speculation.accepted < speculation.drafted
+        assert engine.stats.preemptions > 0
+        assert engine.stats.cached_tokens > 0
+        slots, kept = engine.memory.states
+        assert kept == sum(tensor.numel() * tensor.element_size() for tensor in engine._pool.layers._tensors)
+        share = kept / slots / (alone.states.bytes / alone.states.slots)
+        assert share == 0.5 or ("of both ranks" in family and 0.5 < share < 0.55)  # B and C of one group, on both
+    finally:
+        engine.close()
+
+
 def make_family(name, tokenizer, folder):
     import transformers
 
-    kind, options = FAMILIES[name]
+    kind, options = (FAMILIES | HYBRIDS)[name]
     sizes = {
         "vocab_size": 384,
         "hidden_size": 64,

@@ -750,7 +750,7 @@ def test_what_decides_the_decay_of_delta_nets_is_not_quantized(make_family_folde
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_ranks_divide_heads_with_their_gates_and_the_outputs_of_delta_nets(make_family_folder):
+def test_ranks_divide_heads_with_their_gates(make_family_folder):
     folder = str(make_family_folder("qwen3.5"))
     whole, ranks = load_target(folder), []
     for rank in range(2):
@@ -758,10 +758,6 @@ def test_ranks_divide_heads_with_their_gates_and_the_outputs_of_delta_nets(make_
     divided = [target.layers[1].self_attn.qkv_proj.weight.split([4 * 64, 64, 64]) for target in ranks]
     together = torch.cat([torch.cat(pieces) for pieces in zip(*divided, strict=True)])
     assert torch.equal(together, whole.layers[1].self_attn.qkv_proj.weight)
-    mixers = [target.layers[0].mixer for target in ranks]
-    assert torch.equal(torch.cat([mixer.o_proj.weight for mixer in mixers]), whole.layers[0].mixer.o_proj.weight)
-    for mixer in mixers:
-        assert torch.equal(mixer.in_proj.weight, whole.layers[0].mixer.in_proj.weight)
 
 
 def write_gptq(folder, place):

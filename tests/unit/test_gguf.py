@@ -55,14 +55,14 @@ DELTA_NET = {
     "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 12, "mamba_chunk_size": 32, "mamba_n_groups": 2}
+MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 24, "mamba_chunk_size": 32, "mamba_n_groups": 2}
 GRANITE_H = {
     **{**MAMBA, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
     **{"shared_intermediate_size": 96},
 }
 NEMOTRON = {
-    **{"mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 32},
+    **{"mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 32},
     **{"head_dim": 32, "time_step_min": 1e-30, "time_step_floor": 0.5},
 }
 NEMOTRON_MOE = {
@@ -437,8 +437,8 @@ def test_a_scale_of_mxfp4_that_is_no_number_is_named(written, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied", "qwen35", "granite hybrid"),
-        *("granite hybrid with experts, rotary", "falcon h1", "nemotron h"),
+        *("gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied", "lfm2", "qwen35", "qwen3 next"),
+        *("granite hybrid", "granite hybrid with experts, rotary", "falcon h1", "nemotron h"),
     ],
 )
 def test_a_rank_reads_its_rows(written, name):

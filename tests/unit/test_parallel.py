@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,9 +17,13 @@ from infer.processes.exactness import probe_division
 from infer.processes.target_worker import Shard
 from kernels.dispatch import LANES
 from kernels.linear import PackedLinear
-from models.sharding import BLOCK, Part, check_heads, even, inner, sizes_of, split
+from models.config import RECURRENT, RecurrentConfig
+from models.mixers import Mixer
+from models.sharding import BLOCK, Part, check_heads, even, inner, recurrent_part, sizes_of, split, unit_rows
 from models.targets import load_target
 from models.targets.tensor_parallel import ShardedLinear
+from tests.unit.quantized_writers import compressed, packed, write
+from tests.unit.test_families import make_family_folder  # noqa: F401  a fixture
 from tests.unit.test_targets import randomise_biases_and_norms
 
 
@@ -122,6 +126,83 @@ def test_what_the_ranks_hold_together_is_the_target(make_target_folder, name):
 def rank_sizes(path):
     kind = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}.get(path.rpartition(".")[2], path.rpartition(".")[2])
     return lambda total: sizes_of(f"{kind}.weight", total, 2)
+
+
+DELTA_NET = {"in_proj": [32, 32, 96], "conv": [32, 32, 96]}
+DELTA_NET |= {"z_proj": [96], "ba_proj": [4, 4], "A_log": [4], "dt_bias": [4]}
+STEPS = {"A_log": [16], "D": [16], "dt_bias": [16]}
+MAMBA2 = {**STEPS, "in_proj": [128, 128, 48, 48, 16], "conv": [128, 48, 48], "norm": [128]}
+ONE_GROUP = {**STEPS, "in_proj": [128, 128, -12, -12, 16], "conv": [128, -12, -12]}
+HYBRIDS = {  # the sizes, in rows of a recurrent layer's tensors, of what is divided; if negative every rank holds it
+    "lfm2": ({}, {"in_proj": [64] * 3, "conv": [64]}),
+    "qwen3.5": ({}, DELTA_NET),
+    "qwen3 next": ({"shared_expert_intermediate_size": 48}, DELTA_NET),
+    "falcon h1": ({"mamba_d_state": 24}, MAMBA2),
+    "falcon h1, norm before the gate, biased, multiplied by one": ({"mamba_d_state": 24}, MAMBA2),
+    "granite hybrid with experts, one group, rotary": ({}, ONE_GROUP),
+    "nemotron h": ({"ssm_state_size": 24}, MAMBA2),
+}
+
+
+@pytest.mark.parametrize("stored", ["plain", "in groups"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_rank_holds_groups_with_their_heads(make_family_folder, tmp_path, monkeypatch, name, stored):  # noqa: F811
+    changes, divided = HYBRIDS[name]
+    folder = make_family_folder(name, **changes)
+    if stored == "in groups":
+        monkeypatch.setattr("tests.unit.quantized_writers.LAYER", "in_proj")
+        section = compressed("pack-quantized", num_bits=4, group_size=32, strategy="group")
+        write(folder, section, packed(4, 32), tmp_path / "quantized", tmp_path / "plain", ("bias",))
+        folder = tmp_path / "quantized"
+    target = load_target(str(folder))
+    parts = [load_target(str(folder), part=Part(rank, 2, no_gather)) for rank in range(2)]
+    mixers = [path for path, module in target.named_modules() if isinstance(module, Mixer)]
+    assert len(mixers) == target.config.count(RECURRENT)
+    for path in mixers:
+        for key, value in target.get_submodule(path).named_parameters():
+            kind = key.partition(".")[0]
+            pieces = value.split([abs(size) for size in divided.get(kind, [-len(value)])])
+            for rank, part in enumerate(parts if kind != "o_proj" else ()):
+                halves = (size > 0 for size in divided.get(kind, [-1]))
+                held = [p.chunk(2)[rank] if half else p for p, half in zip(pieces, halves, strict=True)]
+                assert torch.equal(part.get_parameter(f"{path}.{key}"), torch.cat(held)), key
+        convolution = parts[0].get_parameter(f"{path}.conv.weight")
+        assert len(convolution) == parts[0].recurrent.channels == target.recurrent.of_rank(2).channels
+
+
+@given(
+    heads=st.integers(1, 64), groups=st.integers(1, 16), ranks=st.integers(1, 8),
+    key_size=st.sampled_from([12, 16]), value_size=st.sampled_from([8, 16]),
+)  # fmt: skip
+def test_every_rank_gets_heads_with_the_groups_that_they_read(heads, groups, ranks, key_size, value_size):
+    heads -= heads % groups
+    assume(heads)
+    whole = RecurrentConfig(0, 4, heads, groups, key_size, value_size).of_rank(1)
+    assert whole.channels == heads * value_size + 2 * groups * key_size
+    own = heads // ranks * value_size, max(groups // ranks, 1) * 2 * key_size
+    vectors = all(
+        (n % LANES == 0) == (m % LANES == 0) for n, m in ((heads * value_size, own[0]), (whole.channels, sum(own)))
+    )
+    if heads % ranks or (groups % ranks and ranks % groups) or not vectors:
+        wrong = rf"tensor_parallel={ranks}: .* {heads} heads in {groups} groups .*; use one of 1"
+        with pytest.raises(ValueError, match=wrong):
+            recurrent_part(whole, ranks)
+        return
+    part = recurrent_part(whole, ranks)
+    assert part.channels == sum(own)
+    held = []
+    for rank in range(ranks):
+        (first_group, end_group), (first, end) = (unit_rows([(n, 1)], rank, ranks)[0] for n in (groups, heads))
+        assert (end_group - first_group, end - first) == (part.groups, part.heads)
+        for place, head in enumerate(range(first, end)):
+            assert first_group + place // (part.heads // part.groups) == head // (heads // groups)
+        held += range(first, end)
+    assert held == list(range(heads))
+
+
+def test_channels_that_cannot_be_divided_are_refused():
+    with pytest.raises(ValueError, match=r"tensor_parallel=3: a recurrence of 64 channels .*of 16; use one of 1, 2$"):
+        recurrent_part(RecurrentConfig(64, 3), 3)
 
 
 def test_a_rank_reads_its_own_rows_only(tiny_target_folder, monkeypatch):
