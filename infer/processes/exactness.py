@@ -21,6 +21,7 @@ from models.sharding import even
 from models.targets.tensor_parallel import ShardedLinear
 
 
+@torch.no_grad()  # with gradients torch would run in place of the kernels
 def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     """Check that a row's bits depend neither on other rows of its batch nor on the number of threads.
 
