@@ -19,3 +19,7 @@ class Mixer(nn.Module):
     config: Any
     o_proj: Linear
     rows: dict[str, tuple[tuple[int, int], ...]]
+
+    def parts(self) -> dict[str, Any] | None:
+        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
+        return None

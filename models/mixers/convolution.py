@@ -49,6 +49,5 @@ class ShortConvolution(Mixer):
         return self.o_proj.add(residual, c * self.conv(b * x, recurrence))
 
     def parts(self) -> dict[str, Any] | None:
-        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
         own = {"qkv": self.in_proj, "output": self.o_proj, "conv": self.conv.by_taps}
         return own if self.conv.bias is None else None

@@ -60,7 +60,6 @@ class GatedDeltaNet(Mixer):
         return self.o_proj.add(residual, gated_norm(out, z, self.norm.weight, self.norm.eps).flatten(-2))
 
     def parts(self) -> dict[str, Any] | None:
-        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
         z, ba = (linear.packed if type(linear) is Linear else None for linear in (self.z_proj, self.ba_proj))
         if z is None or ba is None:
             return None

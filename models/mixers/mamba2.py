@@ -146,6 +146,3 @@ class Mamba2(Mixer):
         y = self.norm(y) if own.norm == "before the gate" else y
         y = silu_mul(torch.cat([z if z_scale == 1 else z.float() * z_scale, y], dim=-1))  # in fp32, as y is
         return self.norm(y) if own.norm == "after the gate" else y.to(dtype)
-
-    def parts(self) -> None:
-        """No kernel runs such a layer."""
