@@ -1,10 +1,10 @@
-"""Makes a small LFM2 on real text, since no package has weights of a hybrid: for measurements, not for tests.
+"""Makes a small hybrid on real text, since no package has weights of one: for measurements, not for tests.
 
-    python -m tests.pretrain_hybrid OUT [STEPS]
+    python -m tests.pretrain_hybrid OUT [lfm2 | qwen3.5] [STEPS]
 
 It has the demo target's sizes, tokenizer and, where shapes agree, weights; ten of its sixteen layers are short
-convolutions. It learns the demo's distribution and the next token of the demo's corpus. 200 steps take four minutes
-on two idle cores.
+convolutions, or twelve gated delta nets. It learns the demo's distribution and the next token of the demo's corpus. 200
+steps of the first take four minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -18,36 +18,48 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Lfm2Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaForCausalLM, Qwen3_5TextConfig
 
 from models.demo.corpus import Split, read_split
-from models.targets.lfm2 import NAMES
+from models.targets import lfm2, qwen3_5
 from models.tokenizer import Tokenizer
 from tests.unit.test_layout import ROOT
 
 DEMO = ROOT / "models" / "demo"
-ATTENTION = {2, 5, 8, 10, 12, 14}
 BATCH_TOKENS, WARM_UP, COOL_DOWN = 1536, 30, 0.4
 SIZES = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 16, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True, "norm_eps": 1e-5,
-    "block_auto_adjust_ff_dim": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "layer_types": ["full_attention" if layer in ATTENTION else "conv" for layer in range(16)],
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+LFM2 = {
+    "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+}
+QWEN = {
+    "rms_norm_eps": 1e-5, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "rope_parameters": {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5},
+}  # fmt: skip
+FAMILIES = {  # config, and Llama's names -> the family's
+    "lfm2": (Lfm2Config(**SIZES | LFM2), lfm2.NAMES),
+    "qwen3.5": (Qwen3_5TextConfig(**SIZES | QWEN), qwen3_5.NAMES),
+}
 
 
 def stream(tokenizer: Tokenizer, split: Split) -> Tensor:
     return torch.tensor([token for document in read_split(split) for token in (0, *tokenizer.encode(document.text))])
 
 
-def start(teacher: nn.Module) -> nn.Module:
+def start(teacher: nn.Module, family: str) -> nn.Module:
     """Return a model with the teacher's weights where it has such; other matrices are drawn."""
-    model, weights = AutoModelForCausalLM.from_config(Lfm2Config(**SIZES), dtype=torch.float32), {}
+    config, names = FAMILIES[family]
+    model, weights = AutoModelForCausalLM.from_config(config, dtype=torch.float32), {}
     for name, value in teacher.state_dict().items():
-        for ours, theirs in NAMES.items():
+        for ours, theirs in names.items():
             name = re.sub(ours, theirs, name)
-        weights[name] = value.float()
+        weights[name] = value.float() - float(family == "qwen3.5" and "norm" in name)  # a scale of 1 + w there
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if name in weights and weights[name].shape == value.shape:
@@ -93,11 +105,11 @@ def held_out_loss(model: nn.Module, text: Tensor, length: int = 256, windows: in
     return torch.stack(losses).mean().item()
 
 
-def main(out: Path, steps: int) -> None:
+def main(out: Path, family: str = "lfm2", steps: str = "200") -> None:
     torch.manual_seed(0)
     tokenizer, teacher = Tokenizer.load(DEMO), LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval()
-    model = start(teacher)
-    train(model, teacher, stream(tokenizer, "train"), steps)
+    model = start(teacher, family)
+    train(model, teacher, stream(tokenizer, "train"), int(steps))
     model = model.to(torch.bfloat16)
     print(f"held out: {held_out_loss(model, stream(tokenizer, 'held_out')):.3f} nats")
     model.save_pretrained(out)
@@ -106,4 +118,4 @@ def main(out: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 200)
+    main(Path(sys.argv[1]), *sys.argv[2:])
