@@ -4,6 +4,7 @@
 #
 #   HEADWAY_PYTHON       the Python (3.11 or later) to make .venv with; else the first that fits of python3, python3.14, ...
 #   HEADWAY_TORCH_INDEX  the package index to take torch from, such as PyTorch's CPU index on a machine without a GPU
+#   HEADWAY_CONSTRAINTS  a file of versions to install and no others, such as constraints.txt
 #   HEADWAY_TRITONS      versions of Triton, as in "3.6 3.7 3.8 3.9", that tests of dev compile with besides .venv's
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -98,7 +99,8 @@ setup_env() {
     if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
-    "$PYTHON" -m pip install -qq --no-compile -e "$ROOT[$extras]" $(triton_of_torch)
+    "$PYTHON" -m pip install -qq --no-compile -e "$ROOT[$extras]" $(triton_of_torch) \
+        ${HEADWAY_CONSTRAINTS:+-c "$HEADWAY_CONSTRAINTS"}
     # Tests run lm_eval's API clients; without --no-deps scipy, scikit-learn and more for its metrics would add 300 MB.
     if [ "$extras" = dev ]; then "$PYTHON" -m pip install -qq --no-deps "$LM_EVAL"; fi
     compile_packages
