@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from models.fields import asks_for_nothing
 from models.mtp_names import modules_of
@@ -117,22 +117,6 @@ class RecurrentConfig:
     groups: int = 0  # of heads that share queries and keys (Mamba-2: C and B)
     key_size: int = 0  # rows of a head's matrix (Mamba-2: the state size N)
     value_size: int = 0  # columns of a head's matrix (Mamba-2: the head size P)
-
-    @property
-    def units(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Of keys, of values and of single numbers per head: how many there are in a row, and the size of each."""
-        return (self.groups, self.key_size), (self.heads, self.value_size), (self.heads, 1)
-
-    def of_rank(self, ranks: int) -> Self:
-        """Return what each of so many tensor parallel ranks keeps: groups with their heads, or channels.
-
-        Where there are fewer groups than ranks, each has one, and a part of its heads.
-        """
-        heads, groups, channels = self.heads // ranks, max(self.groups // ranks, 1), self.channels // ranks
-        if not heads:
-            return replace(self, channels=channels)
-        channels = heads * self.value_size + 2 * groups * self.key_size
-        return replace(self, channels=channels, heads=heads, groups=groups)
 
     def bytes(self, itemsize: int) -> int:
         """Return the bytes that one layer keeps of a request, for inputs of the convolution of `itemsize` bytes."""

@@ -16,9 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.elementwise import LANES
-from models.config import RecurrentConfig
 
-Range = tuple[int, int]  # of rows, first and last + 1
 BLOCK = 64  # rows; suits library kernels, and puts vectorised tails at the same rows as in one process
 
 
@@ -97,37 +95,6 @@ def split(total: int, ranks: int, smallest: int = 2) -> list[int]:
     sizes = [(blocks // ranks + (rank < blocks % ranks)) * block for rank in range(ranks)]
     sizes[-1] += rest
     return sizes
-
-
-def unit_rows(units: Sequence[tuple[int, int]], rank: int, ranks: int) -> tuple[Range, ...]:
-    """Return the ranges of rows that a rank holds of a tensor with `units` one behind another.
-
-    Each is of so many heads, groups or channels, of so many rows. Of fewer than there are ranks each rank has one.
-    """
-    starts = accumulate((count * size for count, size in units), initial=0)
-    firsts = [start + rank * count // ranks * size for start, (count, size) in zip(starts, units, strict=False)]
-    sizes = [max(count // ranks, 1) * size for count, size in units]
-    return tuple((first, first + size) for first, size in zip(firsts, sizes, strict=True))
-
-
-def recurrent_part(config: RecurrentConfig, ranks: int) -> RecurrentConfig:
-    """Return what each of so many ranks computes and keeps: as many heads, with whole groups or a part of one, in whole
-    vectors if one process has such, so that kernels take its code path. Raises ValueError where that is impossible.
-    """
-
-    def divides(ranks: int) -> bool:
-        own, groups = config.of_rank(ranks), config.groups
-        widths = (config.channels, own.channels), (config.heads * config.value_size, own.heads * own.value_size)
-        even = (config.heads or config.channels) % ranks == 0 and 0 in (groups % ranks, ranks % max(groups, 1))
-        return even and all((whole % LANES == 0) == (width % LANES == 0) for whole, width in widths)
-
-    if not divides(ranks):
-        what = f"{config.heads} heads in {config.groups} groups" if config.heads else f"{config.channels} channels"
-        raise ValueError(
-            f"engine.tensor_parallel={ranks}: a recurrence of {what} cannot be shared evenly by so many ranks in whole "
-            f"vectors of {LANES}; use one of {', '.join(str(fewer) for fewer in range(1, ranks) if divides(fewer))}"
-        )
-    return config.of_rank(ranks)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, ranks: int) -> None:

@@ -22,6 +22,7 @@ from kernels.recurrent_parts import Kept, States
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
 from models.config import RECURRENT, TargetConfig
+from models.mixers.sharding import part_of
 from models.targets.llama import LlamaTarget
 
 SNAPSHOT_BYTES, MOST_SNAPSHOTS = 2**28, 16  # of all copies of states; for each request at most
@@ -173,7 +174,7 @@ def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) 
     """
     if target.recurrent is None:
         return NO_STATES
-    each = target.recurrent.of_rank(config.tensor_parallel).bytes(dtype.itemsize) * target.count(RECURRENT)
+    each = part_of(target.recurrent, config.tensor_parallel).bytes(dtype.itemsize) * target.count(RECURRENT)
     snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
     slots = config.max_batch + 1 + snapshots
     return StatePlan(slots, slots * each)

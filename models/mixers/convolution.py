@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.config import RECURRENT, TargetConfig
 from models.layers import Linear
-from models.mixers import Mixer
+from models.mixers.sharding import Mixer
 from models.recurrence import Recurrence
 
 

@@ -13,8 +13,8 @@ from kernels.recurrence import delta_gates, gated_norm
 from kernels.recurrent_parts import DeltaParts
 from models.config import RECURRENT, TargetConfig
 from models.layers import Linear, RMSNorm
-from models.mixers import Mixer
 from models.mixers.convolution import CausalConvolution
+from models.mixers.sharding import Mixer, units_of
 from models.recurrence import Recurrence
 
 
@@ -29,7 +29,7 @@ class GatedDeltaNet(Mixer):
         sizes = config.recurrent
         assert sizes is not None
         self.layer, self.config, inner_size = config.index(layer, RECURRENT), sizes, sizes.heads * sizes.value_size
-        keys, values, numbers = sizes.units
+        keys, values, numbers = units_of(sizes)
         self.rows = {"in_proj": (keys, keys, values), "conv": (keys, keys, values), "z_proj": (values,)}
         self.rows |= {"ba_proj": (numbers,) * 2, "A_log": (numbers,), "dt_bias": (numbers,)}
         self.in_proj = Linear(config.hidden_size, sizes.channels, bias=False)
@@ -51,7 +51,7 @@ class GatedDeltaNet(Mixer):
     def forward(self, x: Tensor, recurrence: Recurrence, residual: Tensor) -> Tensor:
         """Return residual + the layer's output `[..., H]`."""
         qkv, z = self.conv(self.in_proj(x), recurrence, silu=True), self.z_proj(x)
-        keys, values, _ = self.config.units
+        keys, values, _ = units_of(self.config)
         q, k, v = qkv.split([math.prod(units) for units in (keys, keys, values)], dim=-1)
         q, k = (part.unflatten(-1, keys) for part in (q, k))
         v, z = (part.unflatten(-1, values) for part in (v, z))

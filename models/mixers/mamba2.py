@@ -20,9 +20,10 @@ from kernels.recurrence import softplus
 from models.config import RecurrentConfig, TargetConfig
 from models.fields import Fields
 from models.layers import Linear, RMSNorm
-from models.mixers import Mixer
 from models.mixers.convolution import CausalConvolution
+from models.mixers.sharding import Mixer, units_of
 from models.recurrence import Recurrence
+from models.sharding import Part, even
 
 MOST_HEADS = 2**12
 # Of the time step: as Python writes the infinite number, and as transformers does
@@ -99,6 +100,20 @@ class GroupNorm(RMSNorm):
         return (normed.flatten(-2) * self.weight.to(x.dtype)).to(x.dtype if self.inside else self.weight.dtype)
 
 
+class SpanningNorm(GroupNorm):
+    """A norm whose groups span ranks: the input is gathered first. Every rank has the whole output or, if a gate
+    follows, its own part.
+    """
+
+    def __init__(self, norm: GroupNorm, part: Part) -> None:
+        super().__init__(len(norm.weight), norm.groups, norm.eps)
+        self.inside, self.part, self.sizes = norm.inside, part, even(len(norm.weight), part.ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = super().forward(self.part.gather(x, self.sizes))
+        return normed.split(self.sizes, dim=-1)[self.part.rank] if self.inside else normed
+
+
 class Mamba2(Mixer):
     config: Mamba2Config
 
@@ -106,7 +121,7 @@ class Mamba2(Mixer):
         super().__init__()
         assert isinstance(config.recurrent, Mamba2Config)
         self.config = own = config.recurrent
-        size, (keys, values, numbers) = own.heads * own.value_size, own.units
+        size, (keys, values, numbers) = own.heads * own.value_size, units_of(own)
         self.rows = {"in_proj": (values, values, keys, keys, numbers), "conv": (values, keys, keys), "norm": (values,)}
         self.rows |= dict.fromkeys(("A_log", "D", "dt_bias"), (numbers,))
         self.in_proj = Linear(config.hidden_size, size + own.channels + own.heads, bias=own.bias)

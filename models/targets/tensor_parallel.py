@@ -16,9 +16,9 @@ from kernels.linear import PackedLinear
 from models.config import RecurrentConfig
 from models.decoder import GatedAttention, SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
-from models.mixers import Mixer
-from models.mixers.mamba2 import GroupNorm
-from models.sharding import Part, Range, check_heads, even, inner, recurrent_part, split, unit_rows
+from models.mixers.mamba2 import GroupNorm, SpanningNorm
+from models.mixers.sharding import Mixer, part_of, unit_rows
+from models.sharding import Part, check_heads, even, inner, split
 from models.targets.latent import LatentAttention
 from models.targets.llama import LlamaTarget
 
@@ -58,20 +58,6 @@ class ShardedLinear(Linear):
         return self.part.gather(out, self.sizes, everywhere=self.returns == "whole")
 
 
-class SpanningNorm(GroupNorm):
-    """A norm whose groups span ranks: the input is gathered first. Every rank has the whole output or, if a gate
-    follows, its own part.
-    """
-
-    def __init__(self, norm: GroupNorm, part: Part) -> None:
-        super().__init__(len(norm.weight), norm.groups, norm.eps)
-        self.inside, self.part, self.sizes = norm.inside, part, even(len(norm.weight), part.ranks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = super().forward(self.part.gather(x, self.sizes))
-        return normed.split(self.sizes, dim=-1)[self.part.rank] if self.inside else normed
-
-
 def divide(target: LlamaTarget, part: Part) -> None:
     """Replace the linear layers by this rank's part of them. Raises ValueError where sizes cannot be divided.
 
@@ -79,7 +65,7 @@ def divide(target: LlamaTarget, part: Part) -> None:
     """
     check_heads(target.config.num_heads, target.config.num_kv_heads, part.ranks)
     if target.recurrent is not None:
-        target.recurrent = recurrent_part(target.recurrent, part.ranks)
+        target.recurrent = part_of(target.recurrent, part.ranks)
     for module in list(target.modules()):
         if isinstance(module, SelfAttention):
             _divide_attention(module, part)
@@ -131,19 +117,6 @@ def _divide_mixer(mixer: Mixer, config: RecurrentConfig, part: Part) -> None:
             setattr(mixer, path, ShardedLinear(owner, part, (size,) * ranks))
         elif rows and not isinstance(owner, Linear):
             setattr(owner, key, nn.Parameter(parameter[:size]))
-
-
-def recurrent_rows(target: LlamaTarget, part: Part) -> dict[str, tuple[Range, ...]]:
-    """Return the rows of checkpoint tensors that this rank holds of the recurrences of a divided target."""
-    layout, rows = target.checkpoint_layout(), dict[str, tuple[Range, ...]]()
-    mixers = {path: module for path, module in target.named_modules() if isinstance(module, Mixer)}
-    for path, mixer in mixers.items():
-        for name, _ in mixer.named_parameters():
-            if units := mixer.rows.get(name.partition(".")[0]):
-                names = layout[f"{path}.{name}"]
-                parts = [units] if len(names) == 1 else [(each,) for each in units]
-                rows |= {n: unit_rows(each, part.rank, part.ranks) for n, each in zip(names, parts, strict=True)}
-    return rows
 
 
 def _divide_output(output: Linear, part: Part) -> ShardedLinear:

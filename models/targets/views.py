@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kernels.weights.ggml import GgmlRows
 from kernels.weights.groups import GroupedRows
+from models.mixers.sharding import own_rows
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.llama import LlamaTarget
-from models.targets.tensor_parallel import recurrent_rows
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
 
 STACKED = re.compile(r"(.*\.experts|.*\.block_sparse_moe)\.(gate_up_proj|up_proj|down_proj|(in|out)put_linear\.weight)")
@@ -109,7 +109,7 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
     tensors = tensors if all(View(name) == view for name, view in views.items()) else Views(tensors, views)
     if part is None or target.recurrent is None:
         return tensors
-    rows = recurrent_rows(target, part)
+    rows = own_rows(target, target.checkpoint_layout(), part)
     return Views(tensors, {name: View(name, rows.get(name, ())) for name in tensors})
 
 

@@ -18,8 +18,8 @@ from infer.processes.target_worker import Shard
 from kernels.dispatch import LANES
 from kernels.linear import PackedLinear
 from models.config import RECURRENT, RecurrentConfig
-from models.mixers import Mixer
-from models.sharding import BLOCK, Part, check_heads, even, inner, recurrent_part, sizes_of, split, unit_rows
+from models.mixers.sharding import Mixer, part_of, unit_rows
+from models.sharding import BLOCK, Part, check_heads, even, inner, sizes_of, split
 from models.targets import load_target
 from models.targets.tensor_parallel import ShardedLinear
 from tests.unit.quantized_writers import compressed, packed, write
@@ -167,7 +167,7 @@ def test_a_rank_holds_groups_with_their_heads(make_family_folder, tmp_path, monk
                 held = [p.chunk(2)[rank] if half else p for p, half in zip(pieces, halves, strict=True)]
                 assert torch.equal(part.get_parameter(f"{path}.{key}"), torch.cat(held)), key
         convolution = parts[0].get_parameter(f"{path}.conv.weight")
-        assert len(convolution) == parts[0].recurrent.channels == target.recurrent.of_rank(2).channels
+        assert len(convolution) == parts[0].recurrent.channels == part_of(target.recurrent, 2).channels
 
 
 @given(
@@ -177,18 +177,17 @@ def test_a_rank_holds_groups_with_their_heads(make_family_folder, tmp_path, monk
 def test_every_rank_gets_heads_with_the_groups_that_they_read(heads, groups, ranks, key_size, value_size):
     heads -= heads % groups
     assume(heads)
-    whole = RecurrentConfig(0, 4, heads, groups, key_size, value_size).of_rank(1)
-    assert whole.channels == heads * value_size + 2 * groups * key_size
+    whole = RecurrentConfig(heads * value_size + 2 * groups * key_size, 4, heads, groups, key_size, value_size)
     own = heads // ranks * value_size, max(groups // ranks, 1) * 2 * key_size
     vectors = all(
         (n % LANES == 0) == (m % LANES == 0) for n, m in ((heads * value_size, own[0]), (whole.channels, sum(own)))
     )
     if heads % ranks or (groups % ranks and ranks % groups) or not vectors:
-        wrong = rf"tensor_parallel={ranks}: .* {heads} heads in {groups} groups .*; use one of 1"
+        wrong = rf"tensor_parallel={ranks}: .* {heads} heads in {groups} groups .*; use [1-7]$"
         with pytest.raises(ValueError, match=wrong):
-            recurrent_part(whole, ranks)
+            part_of(whole, ranks)
         return
-    part = recurrent_part(whole, ranks)
+    part = part_of(whole, ranks)
     assert part.channels == sum(own)
     held = []
     for rank in range(ranks):
@@ -201,8 +200,8 @@ def test_every_rank_gets_heads_with_the_groups_that_they_read(heads, groups, ran
 
 
 def test_channels_that_cannot_be_divided_are_refused():
-    with pytest.raises(ValueError, match=r"tensor_parallel=3: a recurrence of 64 channels .*of 16; use one of 1, 2$"):
-        recurrent_part(RecurrentConfig(64, 3), 3)
+    with pytest.raises(ValueError, match=r"tensor_parallel=3: a recurrence of 64 channels .*of 16; use 2$"):
+        part_of(RecurrentConfig(64, 3), 3)
 
 
 def test_a_rank_reads_its_own_rows_only(tiny_target_folder, monkeypatch):
