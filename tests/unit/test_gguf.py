@@ -62,7 +62,7 @@ GRANITE_H = {
     **{"shared_intermediate_size": 96},
 }
 NEMOTRON = {
-    **{"mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 32},
+    **{"mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 32},
     **{"head_dim": 32, "time_step_min": 1e-30, "time_step_floor": 0.5},
 }
 NEMOTRON_MOE = {
@@ -167,7 +167,10 @@ FAMILIES = {
         "FalconH1Config",
         {**MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
-    "nemotron h": ("NemotronHConfig", NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    "nemotron h": (
+        "NemotronHConfig",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "ssm_state_size": 24},
+    ),
     "nemotron h with experts": ("NemotronHConfig", NEMOTRON_MOE),
     "nemotron h with experts of a latent": ("NemotronHConfig", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
