@@ -25,7 +25,7 @@ class RecurrentRows:
     slots: Tensor | None  # [B] int64, of the requests' states; None: they begin with zeros, and none is kept
     advance: Tensor  # [B] bool: the state of the request's last row replaces the one in its slot; a chain then
     parents: Tensor | None = None  # [R] int32: the parent among its request's rows, -1: the state. None: chains.
-    # Where there are parents, a request that does not advance has at most 64 rows on a GPU.
+    # Where there are parents, a request that does not advance has at most 64 rows on a GPU, or 65 below the first.
 
     @classmethod
     def chains(cls, counts: Sequence[int], slots: Sequence[int] | None, device: torch.device) -> RecurrentRows:

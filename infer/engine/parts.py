@@ -44,12 +44,13 @@ def build_parts(config: EngineConfig, context: int, shard: Shard, drafters: Sequ
     facts = DeviceFacts(device.type, free, workspace_bytes(1, target.config, dtype))
     sizes = engine_sizes(config, context, facts)
     shapes = [*shard.layer_shapes, *draft_layers]
-    memory = plan_memory(config, target.config, shapes, dtype, sizes=sizes, weights=weights, free=free)
+    models = [target.config, *(drafter.hybrid for drafter in drafters if drafter.hybrid is not None)]
+    memory = plan_memory(config, models, shapes, dtype, sizes=sizes, weights=weights, free=free)
     layers = shard.allocate(memory.pages, config.page_size, draft_layers, state_slots=memory.states.slots)
     make_pool, first = (HybridPool if memory.states.slots else KVPool), len(shapes) - len(draft_layers)
     pool = make_pool(layers, max_requests=config.max_batch, max_positions=context)
     for drafter in drafters:
-        drafter.attach(pool, first)
+        drafter.attach(pool, first, memory.states.draft_slots)
         first += len(drafter.needs.kv_layers)
     limits = {"max_rows": sizes.max_rows, "prefill_chunk": sizes.prefill_chunk}
     return Parts(sizes, memory, pool, Runner(shard, pool), Scheduler(pool, max_batch=config.max_batch, **limits))

@@ -100,7 +100,7 @@ class MemoryPlan:
 
 def plan_memory(
     config: EngineConfig,
-    target: TargetConfig,
+    models: Sequence[TargetConfig],
     layers: Sequence[LayerShape],
     dtype: torch.dtype,
     *,
@@ -110,13 +110,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the size of the KV pool.
 
-    `free`: bytes that may still be allocated once the weights are loaded; None if unknown. The pool holds
-    `sizes.cache_tokens`, or what fits. Raises ValueError if engine.max_tokens_in_cache, or even one page, does not fit.
+    `models`: the target, and a draft model with states. `free`: bytes that may still be allocated once the weights are
+    loaded; None if unknown. The pool holds `sizes.cache_tokens`, or what fits. Raises ValueError if
+    engine.max_tokens_in_cache, or even one page, does not fit.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(shape.vectors * shape.kv_heads * shape.head_dim for shape in layers)
-    workspace, tokens = workspace_bytes(sizes.max_rows, target, dtype), sizes.cache_tokens
-    pages, states = -(-tokens // config.page_size), plan_states(config, target, dtype)
+    workspace, tokens = workspace_bytes(sizes.max_rows, models[0], dtype), sizes.cache_tokens
+    pages, states = -(-tokens // config.page_size), plan_states(config, models, dtype)
     if free is not None:
         fitting = int((free * (1 - SPARE) - workspace - states.bytes) // per_page) - 1  # less the null block
         if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):

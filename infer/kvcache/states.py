@@ -8,46 +8,37 @@ same kernels along the accepted paths. So a rejected token has never been in a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.config import EngineConfig
-from infer.kvcache.tensors import KVLayers, PooledAttention, PooledDecoding
+from infer.kvcache.tensors import KVLayers, PooledDecoding
 from kernels.decoder import NativeDecoder
 from kernels.recurrence import convolve, scan
 from kernels.recurrent_parts import Kept, States
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
-from models.config import RECURRENT, TargetConfig
+from models.attention import Attention
+from models.config import RECURRENT, RecurrentConfig, TargetConfig
 from models.mixers.sharding import part_of
 from models.targets.llama import LlamaTarget
 
 SNAPSHOT_BYTES, MOST_SNAPSHOTS = 2**28, 16  # of all copies of states; for each request at most
 
 
-class HybridLayers(KVLayers):
-    """KV and states of a hybrid target. `state_slots`: of requests and copies; the one of the null row is among them.
+class StateSlots:
+    """The states of a model's recurrent layers. S slots: of requests and copies; the one of the null row is among them.
 
     windows `[L, S, K - 1, C]`: the last inputs of L convolutions; states `[L, S, H, K, V]` fp32, if there are any.
     """
 
-    def __init__(self, *args: Any, target: LlamaTarget, state_slots: int, **sizes: Any) -> None:
-        super().__init__(*args, **sizes)
-        config, layers = target.recurrent, target.config.count(RECURRENT)
-        assert config is not None
-        columns = layers, state_slots, config.taps - 1, config.channels
-        matrices = layers, state_slots, config.heads, config.key_size, config.value_size
-        self.windows = self._zeros(*columns, dtype=self._dtype)
-        self.states = self._zeros(*matrices, dtype=torch.float32) if config.heads else None
-        self.last_states: Sequence[tuple[int, int]] = ()  # of the last forward's rows (kernels.rows.AttentionRows)
-        self._last: PooledRecurrence | None = None
-
-    def free(self) -> None:
-        super().free()
-        self.windows, self.states, self._last = torch.empty(0), None, None
+    def __init__(self, config: RecurrentConfig, count: int, slots: int, dtype: torch.dtype, layers: KVLayers) -> None:
+        columns = count, slots, config.taps - 1, config.channels
+        matrices = count, slots, config.heads, config.key_size, config.value_size
+        self.windows = layers.zeros(*columns, dtype=dtype)
+        self.states = layers.zeros(*matrices, dtype=torch.float32) if config.heads else None
 
     def clear_state(self, slot: int) -> None:
         """Fill a slot with the state before a text."""
@@ -58,14 +49,37 @@ class HybridLayers(KVLayers):
         for tensor in self._tensors:
             tensor[:, destination] = tensor[:, source]
 
+    def over(self, attention: Any, rows: AttentionRows, make: type[PooledRecurrence] | None = None) -> PooledRecurrence:
+        """Return the recurrence over these rows, of which `rows.states` says where they begin."""
+        drafted = not all(certain for _, certain in rows.states)
+        return (make or PooledRecurrence)(attention, self, recurrent_rows(rows), drafted)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.windows] if self.states is None else [self.windows, self.states]
+
+
+class HybridLayers(KVLayers, StateSlots):
+    """KV and states of a hybrid target."""
+
+    def __init__(self, *args: Any, target: LlamaTarget, state_slots: int, **sizes: Any) -> None:
+        super().__init__(*args, **sizes)
+        assert target.recurrent is not None
+        StateSlots.__init__(self, target.recurrent, target.config.count(RECURRENT), state_slots, self._dtype, self)
+        self.last_states: Sequence[tuple[int, int]] = ()  # of the last forward's rows (kernels.rows.AttentionRows)
+        self._last: PooledRecurrence | None = None
+
+    def free(self) -> None:
+        super().free()
+        self.windows, self.states, self._last = torch.empty(0), None, None
+
     def attention(self, rows: AttentionRows, num_heads: int, *, first_layer: int = 0) -> Any:
         """As of KVLayers; what the target's layers get implements models.recurrence.Recurrence too."""
         attention = super().attention(rows, num_heads, first_layer=first_layer)
         if first_layer:
             return attention
-        self.last_states = rows.states
-        drafted = not all(certain for _, certain in rows.states)
-        self._last = PooledRecurrence(attention, self.windows, self.states, recurrent_rows(rows), drafted)
+        make = FusedRecurrence if isinstance(attention, PooledDecoding) else PooledRecurrence
+        self.last_states, self._last = rows.states, self.over(attention, rows, make)
         return self._last
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
@@ -76,10 +90,6 @@ class HybridLayers(KVLayers):
         assert self._last is not None
         self._last.replay(paths)
 
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [self.windows] if self.states is None else [self.windows, self.states]
-
 
 class PooledRecurrence:
     """Attention over the pool, and models.recurrence.Recurrence over its states, for the rows of one forward.
@@ -87,94 +97,105 @@ class PooledRecurrence:
     Inputs are kept for `replay` only if some rows are `drafted`: those of prompts would take memory for nothing.
     """
 
-    def __init__(
-        self, attention: PooledAttention, windows: Tensor, states: Tensor | None, rows: RecurrentRows, drafted: bool
-    ) -> None:
-        self._attention, self._windows, self._states, self._rows = attention, windows, states, rows
-        self._drafted = drafted
-        self._convolved: dict[int, tuple[Any, ...]] = {}  # what each layer's convolution read
-        self._scanned: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
-        self._fused: tuple[NativeDecoder, Kept] | None = None  # what all layers of a fused decoder read
+    def __init__(self, attention: Attention, slots: StateSlots, rows: RecurrentRows, drafted: bool) -> None:
+        self._attention, self._windows, self._states = attention, slots.windows, slots.states
+        self._rows, self._drafted = rows, drafted
+        self.convolved: dict[int, tuple[Any, ...]] = {}  # what each layer's convolution read
+        self.scanned: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
         if (project := getattr(attention, "project", None)) is not None:
             self.project = project
-        if isinstance(attention, PooledDecoding):
-            self.decode = partial(self._decode, attention)
 
     def __call__(self, *args: Any, **scoring: Any) -> Tensor:
         return self._attention(*args, **scoring)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
         if self._drafted:
-            self._convolved[layer] = x, weight, bias
+            self.convolved[layer] = x, weight, bias
         return convolve(x, weight, bias, self._windows[layer], self._rows, silu=silu)
 
     def scan(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, *, delta: bool) -> Tensor:
         assert self._states is not None
         if self._drafted:
-            self._scanned[layer] = q, k, v, decay, gain, delta
+            self.scanned[layer] = q, k, v, decay, gain, delta
         return scan(q, k, v, decay, gain, self._states[layer], self._rows, delta=delta)
-
-    def _decode(
-        self,
-        attention: PooledDecoding,
-        decoder: NativeDecoder,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        entering: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert decoder.recurrent is not None
-        states = States(self._rows, self._windows, self._states)
-        kept = decoder.recurrent.buffers(len(x), states, keep=self._drafted)
-        if self._drafted:
-            self._fused = decoder, kept
-        return attention.decode(decoder, x, rotary, entering, states=states, kept=kept)
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if not any(map(len, paths)):
             return
         index, rows = self._rows.along(paths)
-        if self._fused is not None:
-            decoder, kept = self._fused
-            decoder.replay(States(rows, self._windows, self._states), kept.rows(index))
-        for layer, (x, weight, bias) in self._convolved.items():
+        for layer, (x, weight, bias) in self.convolved.items():
             convolve(x[index], weight, bias, self._windows[layer], rows, silu=False)
-        for layer, (*inputs, delta) in self._scanned.items():
+        for layer, (*inputs, delta) in self.scanned.items():
             assert self._states is not None
             q, k, v, decay, gain = (x[index] for x in inputs)
             scan(q, k, v, decay, gain, self._states[layer], rows, delta=delta)
+
+
+class FusedRecurrence(PooledRecurrence):
+    """Of layers that a fused decoder runs."""
+
+    _attention: PooledDecoding
+    _fused: tuple[NativeDecoder, Kept] | None = None  # what its layers read
+
+    def decode(
+        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As models.attention.Decode."""
+        assert decoder.recurrent is not None
+        states = States(self._rows, self._windows, self._states)
+        kept = decoder.recurrent.buffers(len(x), states, keep=self._drafted)
+        self._fused = (decoder, kept) if self._drafted else None
+        return self._attention.decode(decoder, x, rotary, entering, states=states, kept=kept)
+
+    def replay(self, paths: Sequence[Sequence[int]]) -> None:
+        if self._fused is None or not any(map(len, paths)):
+            return super().replay(paths)
+        (index, rows), (decoder, kept) = self._rows.along(paths), self._fused
+        decoder.replay(States(rows, self._windows, self._states), kept.rows(index))
 
 
 def recurrent_rows(rows: AttentionRows) -> RecurrentRows:
     """Return how rows follow each other and their requests' states, from what the pool says of them and their trees."""
     device = rows.request.device
     slots, certain = torch.tensor(rows.states).T.to(device)
-    parents = None
-    if rows.tree_mask is not None:
-        nth, count = set_bit_positions(rows.tree_mask)  # a row's last ancestor but itself
-        parents = torch.where(count > 1, nth.gather(1, (count - 2).clamp(min=0)[:, None])[:, 0], -1).int()
+    parents = None if rows.tree_mask is None else parents_of(rows.tree_mask)
     return RecurrentRows(rows.counts, slots.contiguous(), certain.bool(), parents)
 
 
+def parents_of(tree_mask: Tensor) -> Tensor:
+    """Return the last ancestor of each node but itself, -1 if there is none: int32 `[R]`."""
+    nth, count = set_bit_positions(tree_mask)
+    return torch.where(count > 1, nth.gather(1, (count - 2).clamp(min=0)[:, None])[:, 0], -1).int()
+
+
 class StatePlan(NamedTuple):
-    slots: int = 0  # one of each request, one of the null row, and of snapshots
-    bytes: int = 0
+    slots: int = 0  # of the target: one of each request, one of the null row, and of snapshots
+    bytes: int = 0  # of these, and of a draft model's
+    draft_slots: int = 0
 
     def __str__(self) -> str:
         """Return what a message about memory adds."""
-        return f", the {self.slots} states for engine.max_batch {self.bytes / 2**20:.0f} MiB" if self.slots else ""
+        slots = self.slots + self.draft_slots
+        return f", the {slots} states for engine.max_batch {self.bytes / 2**20:.0f} MiB" if slots else ""
 
 
 NO_STATES = StatePlan()
 
 
-def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> StatePlan:
-    """Return how many states of a hybrid target are kept, and a rank's bytes of them; of another target none.
+def plan_states(config: EngineConfig, models: Sequence[TargetConfig], dtype: torch.dtype) -> StatePlan:
+    """Return how many states of each of `models` that is a hybrid are kept, and a rank's bytes of them.
 
     Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
     """
-    if target.recurrent is None:
-        return NO_STATES
-    each = part_of(target.recurrent, config.tensor_parallel).bytes(dtype.itemsize) * target.count(RECURRENT)
+    ranks = config.tensor_parallel, *(1 for _ in models[1:])
+    (slots, used), *drafts = (_slots_of(config, *each, dtype) for each in zip(models, ranks, strict=True))
+    return StatePlan(slots, used + sum(size for _, size in drafts), sum(count for count, _ in drafts))
+
+
+def _slots_of(config: EngineConfig, model: TargetConfig, ranks: int, dtype: torch.dtype) -> tuple[int, int]:
+    if model.recurrent is None:
+        return 0, 0
+    each = part_of(model.recurrent, ranks).bytes(dtype.itemsize) * model.count(RECURRENT)
     snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
     slots = config.max_batch + 1 + snapshots
-    return StatePlan(slots, slots * each)
+    return slots, slots * each

@@ -51,14 +51,14 @@ class KVLayers:
         self._shapes = tuple(shapes)
         # Adjacent layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
-            self._zeros(len(list(group)), shape.vectors, shape.kv_heads, slots, shape.head_dim)
+            self.zeros(len(list(group)), shape.vectors, shape.kv_heads, slots, shape.head_dim)
             for shape, group in itertools.groupby(shapes[:tree_layers])
         ]
         self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            self._zeros(shape.vectors, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
+            self.zeros(shape.vectors, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
         ]
 
-    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if self.device.type == "cpu":
             return zeros(shape, dtype or self._kv_dtype)
         return torch.zeros(*shape, dtype=dtype or self._kv_dtype, device=self.device)

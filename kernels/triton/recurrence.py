@@ -21,7 +21,7 @@ from kernels.triton.elementwise import activate
 from kernels.triton.launch import Variant
 
 CHANNELS = 512  # of a program
-MOST_NODES = tl.constexpr(64)  # of a tree: bits of a word
+MOST_NODES = tl.constexpr(64)  # of a tree: bits of a word; a 65th row has the bit of the first, its ancestor
 TILE = 1024  # numbers of a state in a warp's registers,
 LEAST = 8  # columns of it, of which memory reads no fewer at a time
 
@@ -117,7 +117,7 @@ def scan_kernel(
         if not certain:
             last, node = row, row - begin
             while node >= 0:
-                path |= (end * 0 + 1) << node
+                path |= (end * 0 + 1) << (node % MOST_NODES)
                 node = tl.load(parents + begin + node).to(tl.int64)
     runs = end > begin
     if trees:
@@ -174,7 +174,7 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, states: Tensor | None, rows: RecurrentRows, *,
     delta: bool,
 ) -> Tensor:  # fmt: skip
-    """As kernels.recurrence.scan, of q, k and v whose rows are contiguous. Trees have at most MOST_NODES nodes."""
+    """As kernels.recurrence.scan, of q, k and v whose rows are contiguous."""
     (count, heads, values), (_, groups, keys) = v.shape, k.shape
     out, kept = torch.empty(count, heads, values, device=v.device), states is not None and rows.slots is not None
     stride, states = (states.stride(0), states) if states is not None and kept else (0, out)

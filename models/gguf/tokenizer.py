@@ -48,10 +48,11 @@ CASED_LETTERS = (  # those that the tokenizer.json of DeepSeek-V2 lists
     "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1")
 # By name, the patterns that split a text into words, one after another; none: GPT-2's, which is built into ByteLevel.
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact"), ()),  # the last is Granite's
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "lfm2"), (LETTERS + r"\p{N}{1,3}" + REST,)),
+    **dict.fromkeys((*LLAMA3, "dbrx"), (LETTERS + r"\p{N}{1,3}" + REST,)),
     "qwen2": (LETTERS + r"\p{N}" + REST,),
     "qwen35": (MARKED,),
     "tekken": (CASED % ("", "", ""),),
@@ -72,13 +73,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
 }
 SINGLE_DIGITS = ("smollm", "starcoder", "refact")
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "lfm2",
-    "tekken",
-)  # a word that is a token is not merged from its parts
+WHOLE_WORDS = (*LLAMA3, "tekken")  # a word that is a token is not merged from its parts
 BEGIN = WHOLE_WORDS  # put a begin token before a text if `add_bos_token` is absent, as in their older files
 COMPOSED = ("qwen2", "qwen35")  # text is first normalized to Unicode's NFC
 

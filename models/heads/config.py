@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from models.checks import MISSING, check_fields
-from models.config import TargetConfig
+from models.config import ATTENTION, TargetConfig
 from models.heads.objectives import ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class AttentionShape(NamedTuple):
     def of(cls, layer: TargetConfig) -> AttentionShape:
         if layer.latent is not None:
             return cls(layer.num_layers, layer.num_heads, 1, layer.cached_numbers(1), layer.latent.rank)
-        return cls(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        return cls(layer.count(ATTENTION), layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 
 class HeadShape(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -76,4 +76,34 @@ class Thicket(Proposer):
             token.append(value)
             parent.append(above)
             depth.append(depth[above] + 1)
+        return checked_tree(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
+
+
+class Scripted(Proposer):
+    """Drafts turn by turn a chain or a tree of `depth` levels, the first `right` of them the target's output.
+
+    A level of a tree has two nodes, the right one, if any, last. Turns (kind, right, depth); none is no draft.
+    """
+
+    name = "scripted"
+
+    def __init__(self, answer_of: AnswerOf, turns: Sequence[tuple[str, int, int] | None]) -> None:
+        self.answer_of, self.turns, self.turn = answer_of, turns, 0
+
+    def places(self, budget):
+        return budget.nodes
+
+    def propose(self, requests, states, budgets):
+        (request,), turn = requests, self.turns[self.turn % len(self.turns)]
+        kind, right, depth = turn or ("chain", 0, 0)
+        self.turn += 1
+        token, parent, above = [request.tokens[-1]], [-1], 0
+        answer = self.answer_of(request)[len(request.output_ids) :]
+        for level, correct in enumerate(answer[:depth]):
+            wrong = [(correct + 1 + sibling) % 384 for sibling in range(2)]
+            level = [wrong[0], correct if level < right else wrong[1]]
+            level = level[-1:] if kind == "chain" else level
+            token += level
+            parent += [above] * len(level)
+            above = len(token) - 1
         return checked_tree(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))

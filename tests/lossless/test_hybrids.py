@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
-from infer.batch.tree import NOTHING, Budget
+from infer.batch.tree import Budget
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
+from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.kvcache.hybrid import HybridPool
 from infer.kvcache.memory import plan_memory
 from infer.request import Phase, SamplingParams
-from models.heads.draft_model.head import DraftModelHead
 from models.targets import load_target
-from tests.lossless.oracles import Thicket, WrongThenRight
+from tests.lossless.oracles import Scripted, Thicket, WrongThenRight
 from tests.lossless.plain import Plain, answer_all
 from tests.pairwise import parametrize_pairs
 from tests.pools import check_pool
@@ -202,34 +203,89 @@ def test_several_outputs_of_one_prompt(make_engine, plain, name):
             assert completion.token_ids == oracle(prompt, alone).token_ids
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_from_drafted_to_plain_and_back(make_engine, plain, name):
-    """A step without drafts after one with them, a tree after a chain, and an end inside an accepted path."""
-    oracle = plain(name, torch.float32)
-    engine = make_engine(
-        name, torch.float32, "thicket", lambda request: oracle(request.prompt_ids, request.params).token_ids
-    )
-    turns = [Budget(9, 4), NOTHING, Budget(4, 4), Budget(1, 1), NOTHING, NOTHING, Budget(30, 6), Budget(3, 3)]
-    prompt, params = make_prompts()[7], replace(GREEDY, max_tokens=33)
-    engine.add(prompt, params, request_id="a")
-    request, tokens, step = engine.request("a"), list[int](), 0
+CHAIN, TREE, PLAIN = "chain", "tree", None
+TURNS = {  # kind, right levels and levels of each step's draft
+    "from drafted to plain and back": [(CHAIN, 2, 4), PLAIN, (CHAIN, 4, 4), PLAIN, PLAIN, (TREE, 1, 3), PLAIN],
+    "a tree after a chain and a chain after a tree": [(CHAIN, 3, 4), (TREE, 2, 4), (CHAIN, 1, 2)],
+    "zero accepted": [(CHAIN, 0, 4), (TREE, 0, 3)],
+    "all accepted": [(CHAIN, 4, 4), (TREE, 5, 5)],
+}
+
+
+@pytest.fixture(scope="module")
+def plain_states(make_engine):
+    """`plain_states(name)`: the output of plain decoding, and the states by the number of computed positions."""
+
+    @cache
+    def get(name):
+        engine, after = make_engine(name, torch.float32, max_batch=1, prefix_cache=False), {}
+        engine.add(make_prompts()[7], replace(GREEDY, max_tokens=40), request_id="plain")
+        request = engine.request("plain")
+        while engine.has_work:
+            engine.step()
+            after[request.computed] = states(engine, 0)
+        return request.output_ids, after
+
+    return get
+
+
+def scripted(make_engine, answer, name, turns):
+    engine = make_engine(name, torch.float32, max_batch=2)
+    engine.add_proposer(Scripted(lambda request: answer, turns), Budget(12, 6))
+    return engine
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite hybrid"])
+def test_steps_in_turn(make_engine, plain_states, name, turns):
+    """Each step accepts what it should, and leaves the states of plain decoding."""
+    answer, after = plain_states(name)
+    engine = scripted(make_engine, answer, name, TURNS[turns])
+    engine.add(make_prompts()[7], replace(GREEDY, max_tokens=40), request_id="a")
+    request, step = engine.request("a"), 0
     while engine.has_work:
-        request.drafter.limit = turns[step % len(turns)]
-        tokens += [token for output in engine.step() for token in output.token_ids]
-        step += 1
-    assert tokens == oracle(prompt, params).token_ids
-    stop = tokens[9]
-    cut = replace(params, stop_token_ids=(stop,))
-    (answer,) = answer_all(engine, [(prompt, cut)])
-    assert answer == oracle(prompt, cut)
-    (after,) = answer_all(engine, [([*prompt, *answer.token_ids, 8], params)])
-    assert after == oracle([*prompt, *answer.token_ids, 8], params)
+        before, decoding = len(request.tokens), request.phase is Phase.DECODE
+        engine.step()
+        if request.phase is Phase.DECODE:
+            for state, wanted in zip(states(engine, request.table_row), after[request.computed], strict=True):
+                assert torch.equal(state, wanted)
+        if decoding and engine.has_work:
+            turn = TURNS[turns][step % len(TURNS[turns])]
+            assert len(request.tokens) - before == 1 + (turn[1] if turn else 0)
+            step += 1
+    assert request.output_ids == answer
+    assert step > 3
 
 
-def test_a_hybrid_drafts_for_no_other_target(make_family_folder):  # noqa: F811
-    model = load_target(str(make_family_folder("lfm2")))
-    with pytest.raises(ValueError, match=r"'Lfm2ForCausalLM' has recurrent layers, whose states would keep"):
-        DraftModelHead.of(model, 384)
+@pytest.mark.parametrize("kind", [CHAIN, TREE])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite hybrid"])
+def test_an_end_inside_an_accepted_path(make_engine, plain, plain_states, name, kind):
+    """What was accepted past the end is in no state that a later text begins with."""
+    answer, _ = plain_states(name)
+    prompt, params, oracle = make_prompts()[7], replace(GREEDY, max_tokens=40), plain(name, torch.float32)
+    for end in (12, 15, 16, 17):  # before and after the end of a page
+        params = replace(GREEDY, max_tokens=40, stop_token_ids=(answer[end],))
+        length = answer.index(answer[end]) + 1
+        engine = scripted(make_engine, answer, name, [(kind, 6, 6)])
+        (first,) = answer_all(engine, [(prompt, params)])
+        assert first.token_ids == answer[:length]
+        text = [*prompt, *first.token_ids, *([] if end % 2 else [8])]
+        (second,) = answer_all(engine, [(text, replace(GREEDY, speculate=False))])
+        assert second == oracle(text, GREEDY)
+        assert engine.stats.cached_tokens >= 64
+
+
+def test_the_profile_of_a_verify_includes_its_replay(make_engine):
+    """As if all were accepted; a plain step has none."""
+    engine, replayed = make_engine("qwen3.5", torch.float32, max_batch=2), list[int]()
+    replay = engine._pool.layers.replay
+    engine._pool.layers.replay = lambda paths: (replayed.append(sum(map(len, paths))), replay(paths))[1]
+    profiled = ProfiledEngine(engine)
+    with profiled.decoding(make_prompts()[2:4], GREEDY) as requests:
+        for drafts, rows in ((0, 0), (3, 8), (1, 4)):
+            replayed.clear()
+            profiled.verify(requests, drafts)
+            assert sum(replayed) == rows
 
 
 def test_memory_of_states_is_planned(make_engine):
@@ -241,6 +297,6 @@ def test_memory_of_states_is_planned(make_engine):
     assert "states" in str(plan)
     with pytest.raises(ValueError, match=r"the \d+ states for engine.max_batch \d+ MiB"):
         plan_memory(
-            engine.config, engine.target.config, engine._shard.layer_shapes, torch.bfloat16,
+            engine.config, [engine.target.config], engine._shard.layer_shapes, torch.bfloat16,
             sizes=engine.sizes, weights=0, free=2**20,
         )  # fmt: skip

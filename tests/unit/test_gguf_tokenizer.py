@@ -70,7 +70,8 @@ for name, patterns in DEEPSEEK.items():
         *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
-STEPS |= {"refact": STEPS["smollm"], "dbrx": STEPS["llama-bpe"]}  # of Granite 3 and Phi-4
+LIKE_LLAMA3 = ("llama-bpe", "lfm2", "falcon3", "falcon-h1")  # as in llama.cpp (llama-vocab.cpp)
+STEPS |= {"refact": STEPS["smollm"]} | dict.fromkeys(("dbrx", *LIKE_LLAMA3), STEPS["llama-bpe"])  # Granite 3, Phi-4
 CORPUS = [
     "def read(path):\n    return 2024 + 12345 * x\n",
     "I'm here, it's 1984; WE'LL see. aren't THEY'RE",
@@ -116,7 +117,7 @@ def write(
 
 def byte_level(folder: Path, pre: str, **keys: Any) -> tuple[Path, tokenizers.Tokenizer]:
     """Write a GGUF file; return it and the tokenizer it was written from."""
-    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in LIKE_LLAMA3))
     backend.pre_tokenizer = pre_tokenizers.Sequence(STEPS[pre])
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
@@ -168,16 +169,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(byte_level(tmp_path_factory.mktemp("small"), "smollm")[0])
 
 
-def test_special_tokens_templates_and_end_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", LIKE_LLAMA3)
+def test_special_tokens_templates_and_end_tokens(tmp_path: Path, pre: str) -> None:
     templates = {"tokenizer.chat_template": "A{{ bos_token }}", "tokenizer.chat_template.tool_use": "B"}
-    file, _ = byte_level(tmp_path, "llama-bpe", eot_token_id=2, padding_token_id=0, add_bos_token=None, **templates)
+    file, _ = byte_level(tmp_path, pre, eot_token_id=2, padding_token_id=0, add_bos_token=None, **templates)
     tokenizer = Tokenizer.load(file)
     assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     assert tokenizer.eos_ids == read_end_tokens(file) == (0, 2)
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.chat.text_for(tools=False) == "A{{ bos_token }}"
     assert tokenizer.chat.text_for(tools=True) == "B"
-    assert tokenizer.encode("a")[0] == 1, "files of Llama 3 without add_bos_token put one before a text"
+    assert tokenizer.encode("a")[0] == 1, "files of Llama 3 and its like without add_bos_token put one before a text"
     assert tokenizer.encode("a", add_special_tokens=False)[0] != 1
 
 

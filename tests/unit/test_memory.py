@@ -21,7 +21,7 @@ def plan(target, free=None, context=512, **config):
     sizes = TargetConfig.from_json(target.config_json | {"max_position_embeddings": context})
     engine, per_row = EngineConfig(**config), workspace_bytes(1, sizes, torch.float32)
     steps = engine_sizes(engine, context, DeviceFacts("cpu", free, per_row))
-    return plan_memory(engine, sizes, LAYERS, torch.float32, sizes=steps, weights=7, free=free)
+    return plan_memory(engine, [sizes], LAYERS, torch.float32, sizes=steps, weights=7, free=free)
 
 
 @pytest.fixture

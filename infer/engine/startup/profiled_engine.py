@@ -11,6 +11,7 @@ import torch
 from infer.batch.params import SamplingParams
 from infer.batch.tree import Budget, DraftTree
 from infer.engine.serving import Serving
+from infer.kvcache.hybrid import HybridPool
 from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.speculation.control.planner import NoDrafts, Planner
@@ -59,6 +60,8 @@ class ProfiledEngine:
         tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
         with cpu_threads(self._threads.plan.count(len(requests) * (1 + drafts))):
             self._steps.verify_drafts(list(requests), tree)
+            if isinstance(self._pool, HybridPool):  # they are replayed as if all had been accepted
+                self._pool.layers.replay([list(range(1, 1 + drafts))] * len(requests))
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[Request], budget: Budget) -> None:

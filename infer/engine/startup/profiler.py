@@ -31,7 +31,7 @@ from kernels.cache import cache_file, placed
 
 log = logging.getLogger(__name__)
 
-VERSION = 17  # of what is measured and how
+VERSION = 18  # of what is measured and how
 # Seconds that start-up waits for all of it, apart from the work running at that time: a few seconds.
 START_S = 4.5
 PROMPT_TOKENS = 64  # of profiled requests: a page or more, while longer ones take the time of larger batches

@@ -14,6 +14,7 @@ from infer.settings.draft_tree import Beam
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.proposers.hybrid_draft_model import HybridDraftModelProposer
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
@@ -88,7 +89,8 @@ def pack_draft_model(
     weight = target.norm.weight
     narrow = drafter_format(engine.draft_weights, weight.dtype, weight.device)
     pack(model, exact=engine.exact, weight_format=narrow)
-    return DraftModelProposer(model, drafts)
+    kind = DraftModelProposer if model.config.model.recurrent is None else HybridDraftModelProposer
+    return kind(model, drafts)
 
 
 def suffix_proposer(config: ProposerConfig, vocab_size: int) -> SuffixProposer:

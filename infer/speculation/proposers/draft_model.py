@@ -80,7 +80,7 @@ class DraftModelProposer(ModelProposer):
         return super().propose(requests, states, [b._replace(depth=d) for b, d in zip(budgets, depths, strict=True)])
 
     def catch_up(self, request: Request, state: DraftModelState) -> None:
-        if request.computed <= self.context:
+        if state.prefix(request) < request.computed <= self.context:
             self._fill([request], [state])
 
     def _choices(self, config: ProposerConfig) -> int:

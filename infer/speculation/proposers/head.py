@@ -35,6 +35,7 @@ from kernels.choose import warped_log_probs
 from kernels.copies import upload, upload_lists
 from kernels.operands import ChoiceParameters
 from kernels.slower import say_slower, slower_layers
+from models.config import TargetConfig
 from models.heads.base import Head
 from models.layers import Linear, copy_packed
 
@@ -94,6 +95,7 @@ class ModelProposer(Proposer):
 
     module: Head
     loop: DraftLoop
+    hybrid: TargetConfig | None = None  # the model, if it has recurrent layers, for which the engine plans states
     _first_place = 0  # that the model's KV may lie at
     shape: TreeShape | None
 
@@ -135,8 +137,8 @@ class ModelProposer(Proposer):
         """Return from how many tokens a depth is drafted."""
         return self.loop.choices(config.candidates)
 
-    def attach(self, pool: KVPool, first_layer: int) -> None:
-        """Keep the model's KV in the layers of `pool` from `first_layer` on."""
+    def attach(self, pool: KVPool, first_layer: int, state_slots: int = 0) -> None:
+        """Keep the model's KV in the layers of `pool` from `first_layer` on, and of a hybrid so many states."""
         self._pool, self.first_layer = pool, first_layer
         self.loop.attach(pool.layers, first_layer)
 

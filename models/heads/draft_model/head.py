@@ -35,16 +35,8 @@ class DraftModelHead(Head):
     def __init__(
         self, config: DraftModelConfig, model: LlamaTarget | None = None, tokens: TokenMap | None = None
     ) -> None:
-        """`model`: the weights, if they are loaded; `tokens`: the maps, by default those of one vocabulary.
-
-        Raises ValueError for a hybrid.
-        """
+        """`model`: the weights, if they are loaded; `tokens`: the maps, by default those of one vocabulary."""
         super().__init__()
-        if config.model.recurrent is not None:
-            raise ValueError(
-                f"a draft model of architecture {config.model.architecture!r} has recurrent layers, whose states would "
-                "keep what was rejected; take one with attention alone"
-            )
         self.config = config
         self.model = ARCHITECTURES[config.model.architecture](config.model) if model is None else model
         for module in (self.model.embed_tokens, self.model.lm_head):

@@ -76,7 +76,7 @@ def test_cuts_and_company_change_nothing(in_triton, size, delta, dtype):
 @parametrize_pairs({"size": SIZES, "delta": [True, False], "dtype": [FP32, BF16]})
 def test_a_node_has_the_bits_of_plain_decoding_along_its_path(in_triton, size, delta, dtype):
     """Beside a prompt that advances its state; then paths are replayed."""
-    wide = [-1, *(max(0, node - 4) for node in range(1, sized(9, 64)))]
+    wide = [-1, *(max(0, node - 4) for node in range(1, sized(9, 65)))]
     count = len(wide)
     case = make(count + 3, dtype, delta=delta, **size)
     before, rows = case.copy(), tree_rows([TREE, [-1, 0, 1], wide, []], [2, 1, 2, 3], [False, True, False, False])

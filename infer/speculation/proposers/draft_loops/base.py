@@ -69,12 +69,12 @@ class DraftLoop(ABC):
 
     def __init__(self, head: Head) -> None:
         self._head, self.draft_ids = head, head.target_ids
-        self._attend: Callable[[AttentionRows], Attention] | None = None  # in the head's layers; None without KV
+        self.attend: Callable[[AttentionRows], Attention] | None = None  # in the head's layers; None without KV
 
     def attach(self, layers: KVLayers, first_layer: int) -> None:
         """Keep the head's KV in these layers of the pool, from `first_layer` on."""
         if (shape := self._head.config.attention) is not None:
-            self._attend = partial(layers.attention, num_heads=shape.num_heads, first_layer=first_layer)
+            self.attend = partial(layers.attention, num_heads=shape.num_heads, first_layer=first_layer)
 
     def refresh(self) -> None:  # noqa: B027 - most loops keep nothing of the weights
         """Take note that the head's weights were overwritten."""
@@ -162,7 +162,7 @@ class DraftLoop(ABC):
 
     def attention(self, rows: AttentionRows | None) -> Attention:
         """Return the attention of these rows in the head's layers."""
-        return no_attention if self._attend is None or rows is None else self._attend(rows)
+        return no_attention if self.attend is None or rows is None else self.attend(rows)
 
 
 def last_states(loop: DraftLoop, head: RecurrentHead | MaskHead, unread: Unread) -> Tensor:
