@@ -7,7 +7,7 @@ it does not support (experts, tensor-parallel shards, other sizes and dtypes) ru
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
 from kernels.linear import PackedLinear, linear_arguments, scratch_rows
 from kernels.operands import QKNorm
-from kernels.recurrent_parts import DeltaParts, Kept, RecurrentWeights, States, recurrent_runs_in_c
+from kernels.recurrent_parts import DeltaParts, RecurrentWeights, recurrent_runs_in_c
 
 Layer = structure("decoder_layer")  # of decoder.h
 Convolved = structure("convolution")  # of decoder.h
@@ -124,7 +124,7 @@ class NativeDecoder:
     def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
         lib = library()
         assert lib is not None
-        self._call, self._replay, self._attention_scratch = lib.decoder, lib.replay, lib.attention_scratch
+        self._call, self._attention_scratch = lib.decoder, lib.attention_scratch
         self._parts, self.final_norm = list(layers), final_norm
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype, self._stream = len(layers), layers[0].post_norm.dtype, layers[0].output.out_dtype
@@ -150,8 +150,6 @@ class NativeDecoder:
                     assert layer.mlp_norm is None
                     self._convolutions.append(convolved(conv))
                     setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
-        if self.recurrent is not None:
-            self.recurrent.set_pointers(self._layers)
         convolutions = [conv for layer in layers for conv in layer.convolutions]
         attending = [layer for layer in layers if layer.conv is None]
         self.attention_layers, first = len(attending), attending[0]
@@ -185,6 +183,8 @@ class NativeDecoder:
             rotated=first.rotary_dim or head_dim,
             scale=head_dim**-0.5 if first.scale is None else first.scale,
         )
+        if self.recurrent is not None:
+            self.recurrent.bind(self._layers, self._arguments)
 
     def __call__(
         self,
@@ -196,16 +196,15 @@ class NativeDecoder:
         tokens: Tensor | None = None,
         block: int = 0,
         reach: int = 0,
-        states: States | None = None,
-        kept: Kept | None = None,
+        states: Callable[[ctypes.Structure], object] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
         x has the dtype of the output projections' sums. rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several
         tables. `caches`: of the layers with attention. tokens `[R, H]`: the token embeddings, for a layer with a
-        `token_norm`. `block`: the rows of each block, for layers with convolutions. `states`: of recurrent layers,
-        brought up to date as kernels/recurrence.py says; `kept` receives what they read. Returns the stream after the
-        final norm, if there is one, and the streams before the layers `entering`, `[R, H]` each.
+        `token_norm`. `block`: the rows of each block, for layers with convolutions. `states` sets the arguments on
+        those of recurrent layers (`RecurrentWeights.begin`). Returns the stream after the final norm, if there is one,
+        and the streams before the layers `entering`, `[R, H]` each.
         """
         assert (x.is_contiguous(), x.dtype) == (True, self._stream)
         assert tokens is None or tokens.is_contiguous()
@@ -214,11 +213,7 @@ class NativeDecoder:
         hidden = x if self.final_norm is None else torch.empty_like(x, dtype=self.dtype)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
-        recurrent = None
-        if self.recurrent is not None:
-            assert states is not None
-            assert kept is not None
-            recurrent = self.recurrent.begin(a, states, kept)
+        recurrent = None if states is None else states(a)
         a.tokens, a.block, a.reach = address(tokens), block, reach
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
@@ -248,18 +243,6 @@ class NativeDecoder:
         a = copied(self._arguments, addresses | numbers)
         a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
         return a, (buffer, cache_pointers, stream_pointers, attention)
-
-    def replay(self, states: States, kept: Kept) -> None:
-        """Advance the states of recurrent layers along rows of which `kept` is what they read."""
-        assert self.recurrent is not None
-        rows = kept.inputs.shape[1]
-        sizes = {"attended": rows * kept.inputs.shape[2] * 4, "scanned": rows * self._widths["scanned"] * 4}
-        buffer, addresses = allocate_aligned(sizes)
-        work = kept.inputs.numel() if states.matrices is None else 2 * rows * states.matrices[:, 0].numel()
-        a = copied(self._arguments, addresses | {"rows": rows, "threads": threads(work)})
-        recurrent = self.recurrent.begin(a, states, kept)
-        self._replay(ctypes.addressof(a))
-        del buffer, recurrent
 
     def threads(self, rows: int) -> int:
         return threads(rows * self._work)

@@ -137,15 +137,6 @@ def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
     return uniform(partial(F.gelu, approximate="tanh") if gelu else F.silu, left) * right
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x times the sigmoid of `gate`, both `[..., I]`, rounded once."""
-    if (native := _native(x.shape[-1], x, gate)) is None:
-        return (x * uniform(torch.sigmoid, gate.float())).to(x.dtype)
-    x, gate, out = x.contiguous(), gate.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    native.sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), x.numel(), KINDS[x.dtype])
-    return out
-
-
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return ReLU or GELU (arXiv 1606.08415) of x `[..., I]`, each number with the same bits wherever it stands."""
     if activation in ("relu", "relu2"):

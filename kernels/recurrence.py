@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from torch import Tensor
 from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads, uses_triton
-from kernels.elementwise import rms_norm, silu_mul, uniform
+from kernels.elementwise import uniform
 from kernels.recurrent_rows import L2_EPS, RecurrentRows
 from kernels.triton import INTERPRETED
 
@@ -47,7 +46,7 @@ def convolve(
         from kernels.triton import recurrence as gpu
 
         return gpu.convolve(x, weight, bias, windows, rows, silu=silu)
-    native = _native(channels, x, x if windows is None else windows)
+    native = native_for(channels, x, x if windows is None else windows)
     if native is None or taps > MOST_TAPS or x.stride(1) != 1 or weight.dtype not in KINDS:
         return _convolve_in_torch(x, weight, bias, windows, rows, silu=silu)
     assert windows is None or windows.is_contiguous()
@@ -112,7 +111,7 @@ def scan(
     those of group h // (H / G); v `[R, H, V]`; decay, gain `[R, H]` fp32; states `[S, H, K, V]` fp32.
     """
     (count, heads, values), (_, groups, keys) = v.shape, k.shape
-    native, in_triton = _native(values, v, q, k), _in_triton(v)
+    native, in_triton = native_for(values, v, q, k), _in_triton(v)
     if not in_triton and (native is None or keys % LANES):
         return _scan_in_torch(q, k, v, decay, gain, states, rows, delta=delta)
     assert states is None or (states.dtype is torch.float32 and states.is_contiguous())
@@ -186,43 +185,13 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
-def delta_gates(ba: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return decay and gain `[..., H]` of a gated delta net from its projections b and a, concatenated `[..., 2 H]`.
-
-    gain = sigmoid(b), decay = exp(-exp(A_log) softplus(a + dt_bias)), all in fp32.
-    """
-    if (native := _native(LANES, ba, A_log, dt_bias)) is None or ba.dtype is not torch.float32:
-        b, a = ba.chunk(2, dim=-1)
-        return torch.exp(-A_log.exp() * softplus(a + dt_bias)), uniform(torch.sigmoid, b)
-    ba, heads = ba.contiguous(), len(A_log)
-    decay, gain = torch.empty(2, *ba.shape[:-1], heads)
-    pointers = [x.data_ptr() for x in (ba, A_log, dt_bias, decay, gain)]
-    native.delta_gates(*pointers, ba.numel() // (2 * heads), heads)
-    return decay, gain
-
-
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm of x, in fp32, times SiLU(z), both `[..., V]`; x is rounded to the dtype of z before."""
-    if (native := _native(x.shape[-1], z, weight)) is None:
-        normed = rms_norm(x.to(z.dtype), weight, eps)
-        return silu_mul(torch.cat([z, normed], dim=-1).float()).to(z.dtype)
-    x, z = x.contiguous(), z.contiguous()
-    out = torch.empty_like(z)
-    pointers = [each.data_ptr() for each in (x, z, weight, out)]
-    native.gated_norm(*pointers, x.numel() // len(weight), len(weight), eps, KINDS[z.dtype])
-    return out
-
-
-softplus = partial(uniform, partial(F.softplus, beta=1.0, threshold=20.0))
-
-
 def _in_triton(x: Tensor) -> bool:
     if x.device.type == "cpu" and not INTERPRETED:
         return False
     return x.is_floating_point() and not torch.is_grad_enabled() and uses_triton(x.device)
 
 
-def _native(size: int, first: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+def native_for(size: int, first: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """Return the C library if it supports these: on a CPU, one supported dtype, whole vectors, no gradients."""
     if first.device.type != "cpu" or size % LANES or first.dtype not in KINDS or torch.is_grad_enabled():
         return None

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.declarations import structure
+from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
-from kernels.dispatch import KINDS, LANES, address
+from kernels.dispatch import KINDS, LANES, address, threads
 from kernels.linear import PackedLinear, linear_arguments
 from kernels.recurrence import MOST_TAPS, ConvolveArguments, ScanArguments
 from kernels.recurrent_rows import RecurrentRows
@@ -71,14 +71,20 @@ class RecurrentWeights:
     def __init__(self, weights: Mapping[int, tuple[Tensor, DeltaParts | None]], layers: int) -> None:
         lib = library()
         assert lib is not None
-        self._weights, self._layers, self._scan_scratch = list(weights), layers, lib.scan_scratch
+        self._weights, self._layers, self._scan_scratch, self._replay = (
+            list(weights),
+            layers,
+            lib.scan_scratch,
+            lib.replay,
+        )
         self._convolutions = {i: _convolution(conv, silu=delta is not None) for i, (conv, delta) in weights.items()}
         self._deltas = {i: _delta_net(delta) for i, (_, delta) in weights.items() if delta is not None}
         heads, values = max(((d.heads, d.heads * d.values) for d, _ in self._deltas.values()), default=(0, 0))
         self.widths = {"z": values, "scanned": values, "ba": 2 * heads}
 
-    def set_pointers(self, layers: ctypes.Array[ctypes.Structure]) -> None:
-        """Set the fields of the recurrent ones of a decoder's layers."""
+    def bind(self, layers: ctypes.Array[ctypes.Structure], arguments: ctypes.Structure) -> None:
+        """Set the fields of the recurrent ones of a decoder's layers, and know its arguments."""
+        self._arguments = arguments
         for i, convolution in self._convolutions.items():
             layers[i].causal_conv = ctypes.addressof(convolution)
         for i, (delta, _) in self._deltas.items():
@@ -110,6 +116,17 @@ class RecurrentWeights:
         for name, array in pointers.items():
             setattr(a, name, ctypes.addressof(array))
         return pointers, kept, recurrent, scan
+
+    def replay(self, states: States, kept: Kept) -> None:
+        """Advance the states along rows of which `kept` is what they read."""
+        _, rows, channels = kept.inputs.shape
+        attended, scanned = torch.empty(rows * channels), torch.empty(rows * self.widths["scanned"])
+        work = kept.inputs.numel() if states.matrices is None else 2 * rows * states.matrices[:, 0].numel()
+        fields = {"attended": attended.data_ptr(), "scanned": scanned.data_ptr(), "rows": rows}
+        a = copied(self._arguments, fields | {"threads": threads(work)})
+        keepalive = self.begin(a, states, kept)
+        self._replay(ctypes.addressof(a))
+        del keepalive
 
     def _pointers(self, tensor: Tensor) -> ctypes.Array[ctypes.c_void_p]:
         """Return where the parts of `tensor` `[L, ...]` begin, by the index of their layers."""

@@ -110,9 +110,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the size of the KV pool.
 
-    `models`: the target, and a draft model with states. `free`: bytes that may still be allocated once the weights are
-    loaded; None if unknown. The pool holds `sizes.cache_tokens`, or what fits. Raises ValueError if
-    engine.max_tokens_in_cache, or even one page, does not fit.
+    `models`: the target, and a hybrid that drafts. `free`: bytes left beside the weights; None if unknown. The pool
+    holds `sizes.cache_tokens`, or what fits. Raises ValueError if engine.max_tokens_in_cache or one page does not.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(shape.vectors * shape.kv_heads * shape.head_dim for shape in layers)

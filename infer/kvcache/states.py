@@ -8,6 +8,7 @@ same kernels along the accepted paths. So a rejected token has never been in a s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from infer.config import EngineConfig
 from infer.kvcache.tensors import KVLayers, PooledDecoding
 from kernels.decoder import NativeDecoder
 from kernels.recurrence import convolve, scan
-from kernels.recurrent_parts import Kept, States
+from kernels.recurrent_parts import Kept, RecurrentWeights, States
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
 from models.attention import Attention
@@ -135,7 +136,7 @@ class FusedRecurrence(PooledRecurrence):
     """Of layers that a fused decoder runs."""
 
     _attention: PooledDecoding
-    _fused: tuple[NativeDecoder, Kept] | None = None  # what its layers read
+    _fused: tuple[RecurrentWeights, Kept] | None = None  # what its layers read
 
     def decode(
         self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
@@ -144,14 +145,15 @@ class FusedRecurrence(PooledRecurrence):
         assert decoder.recurrent is not None
         states = States(self._rows, self._windows, self._states)
         kept = decoder.recurrent.buffers(len(x), states, keep=self._drafted)
-        self._fused = (decoder, kept) if self._drafted else None
-        return self._attention.decode(decoder, x, rotary, entering, states=states, kept=kept)
+        self._fused = (decoder.recurrent, kept) if self._drafted else None
+        begin = partial(decoder.recurrent.begin, states=states, kept=kept)
+        return self._attention.decode(decoder, x, rotary, entering, states=begin)
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if self._fused is None or not any(map(len, paths)):
             return super().replay(paths)
-        (index, rows), (decoder, kept) = self._rows.along(paths), self._fused
-        decoder.replay(States(rows, self._windows, self._states), kept.rows(index))
+        (index, rows), (weights, kept) = self._rows.along(paths), self._fused
+        weights.replay(States(rows, self._windows, self._states), kept.rows(index))
 
 
 def recurrent_rows(rows: AttentionRows) -> RecurrentRows:

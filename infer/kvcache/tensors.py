@@ -122,18 +122,10 @@ class PooledDecoding(PooledAttention):
     _plan: NativeAttention
 
     def decode(
-        self,
-        decoder: NativeDecoder,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        entering: Sequence[int] = (),
-        tokens: Tensor | None = None,
-        block: int = 0,
-        reach: int = 0,
-        **states: Any,
+        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], *others: Any, **named: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.attention_layers]
-        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach, **states)
+        return decoder(x, rotary, self._plan.arguments, caches, *others, **named)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.recurrence import delta_gates, gated_norm
+from kernels.recurrent_gates import delta_gates, gated_norm
 from kernels.recurrent_parts import DeltaParts
 from models.config import RECURRENT, TargetConfig
 from models.layers import Linear, RMSNorm

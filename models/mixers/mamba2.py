@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.elementwise import rms_norm, silu_mul
-from kernels.recurrence import softplus
+from kernels.recurrent_gates import softplus
 from models.config import RecurrentConfig, TargetConfig
 from models.fields import Fields
 from models.layers import Linear, RMSNorm

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ATTENTION, RECURRENT, ExpertsConfig, TargetConfig
-from models.decoder import DecoderLayer, RecurrentLayer
+from models.decoder import DecoderLayer
 from models.fields import Fields
 from models.layers import GatedMLP
+from models.mixers.layers import RecurrentLayer
 from models.mixers.mamba2 import NO_LIMIT, Mamba2, read_mamba2
 from models.targets.experts import MixtureOfExperts
 from models.targets.granite import GraniteTarget

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from models.config import ATTENTION, RECURRENT, ExpertsConfig, RecurrentConfig, TargetConfig
-from models.decoder import DecoderLayer, RecurrentLayer
+from models.decoder import DecoderLayer
 from models.fields import Fields
 from models.mixers.convolution import ShortConvolution
+from models.mixers.layers import RecurrentLayer
 from models.targets.deepseek import DeepseekExperts
 from models.targets.llama import LlamaTarget
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from models.config import ATTENTION, RECURRENT, ExpertsConfig, RecurrentConfig, TargetConfig
-from models.decoder import DecoderLayer, GatedAttention, RecurrentLayer
+from models.decoder import DecoderLayer
 from models.fields import Fields
 from models.mixers.delta_net import GatedDeltaNet
+from models.mixers.layers import GatedAttention, RecurrentLayer
 from models.targets.experts import GatedShareExperts
 from models.targets.lfm2 import typed_mixers
 from models.targets.llama import LlamaTarget

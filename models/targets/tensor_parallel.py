@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
 from models.config import RecurrentConfig
-from models.decoder import GatedAttention, SelfAttention
+from models.decoder import SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
+from models.mixers.layers import GatedAttention
 from models.mixers.mamba2 import GroupNorm, SpanningNorm
 from models.mixers.sharding import Mixer, part_of, unit_rows
 from models.sharding import Part, check_heads, even, inner, split

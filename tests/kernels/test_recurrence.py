@@ -264,33 +264,3 @@ def test_the_rows_of_a_call(monkeypatch):
     assert path_rows.slots is not None
     assert path_rows.slots.tolist() == [4, 1]
     assert path_rows.advance.tolist() == [True, True]
-
-
-@pytest.mark.parametrize("in_c", [True, False])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("heads", "size"), [(1, 16), (6, 48), (33, 128)])
-def test_gates_and_norm_of_delta_nets_match_float64_and_depend_on_their_row_alone(
-    heads, size, dtype, in_c, monkeypatch
-):
-    if not in_c:
-        monkeypatch.setattr(recurrence, "_native", lambda *sizes: None)
-    torch.manual_seed(heads)
-    ba, A_log, dt_bias = 30 * torch.randn(9, 2 * heads), 3 * torch.randn(heads), torch.randn(heads)
-    ba[0], ba[1] = torch.linspace(-1e-3, 1e-3, 2 * heads), torch.linspace(-120, 120, 2 * heads)
-    with torch.no_grad():
-        gates = recurrence.delta_gates(ba, A_log, dt_bias)
-        b, a = ba.double().chunk(2, dim=-1)
-        decay = torch.exp(-A_log.double().exp() * torch.nn.functional.softplus(a + dt_bias, threshold=50))
-        for actual, expected in zip(gates, (decay, torch.sigmoid(b)), strict=True):
-            torch.testing.assert_close(actual.double(), expected, rtol=3e-5, atol=1e-30)
-        x, z, weight = torch.randn(9, heads, size), torch.randn(9, heads, size).to(dtype), torch.randn(size).to(dtype)
-        out, wide = recurrence.gated_norm(x, z, weight, 1e-5), x.to(dtype).double()
-        normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-        expected = normed * z.double() * torch.sigmoid(z.double())
-        torch.testing.assert_close(out.double(), expected, rtol=3 * BOUND[dtype], atol=BOUND[dtype] / 8)
-        for row in (0, 8):
-            alone = (
-                *recurrence.delta_gates(ba[row : row + 1], A_log, dt_bias),
-                recurrence.gated_norm(x[row], z[row], weight, 1e-5),
-            )
-            assert equal([part.view(-1) for part in alone], [part[row].view(-1) for part in (*gates, out)])

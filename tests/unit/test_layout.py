@@ -149,9 +149,9 @@ HYBRIDS = (  # what hybrid targets cost beside the rest: recurrent kernels, mixe
     *("kernels/recurren*.py", "kernels/triton/recurrence.py", "models/recurrence.py", "models/mixers/*.py"),
     *("infer/kvcache/states.py", "infer/kvcache/hybrid.py", "models/gguf/hybrid.py", "models/gguf/mamba2.py"),
     *(f"models/targets/{name}.py" for name in ("lfm2", "qwen3_5", "qwen3_next", "falcon_h1", "nemotron_h")),
-    "models/targets/granite_hybrid.py",
+    *("models/targets/granite_hybrid.py", "infer/speculation/proposers/hybrid_draft_model.py"),
 )
-MOST_HYBRID_LINES = 2_154
+MOST_HYBRID_LINES = 2_763
 
 
 def test_the_engine_stays_small() -> None:

@@ -16,10 +16,10 @@ from infer.generate import run
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.request import SamplingParams
-from models.decoder import GatedAttention
 from models.heads import HEADS
 from models.heads.files import load_head, save_head
 from models.heads.weights import checkpoint_tensors, initialize
+from models.mixers.layers import GatedAttention
 from models.targets import check_weights, empty_target, load_target
 from models.weights import INDEX, LazyTensors, shard_files
 from scripts import convert
