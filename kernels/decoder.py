@@ -128,6 +128,7 @@ class NativeDecoder:
         self._parts, self.final_norm = list(layers), final_norm
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype, self._stream = len(layers), layers[0].post_norm.dtype, layers[0].output.out_dtype
+        self.head_dim = head_dim
         self._layers = (Layer * self.layers)()
         self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
         recurrent = {i: (layer.conv, layer.delta) for i, layer in enumerate(layers) if layer.conv is not None}

@@ -99,7 +99,7 @@ def layout(native: NativeDraft, rows: int, most: int, hidden: int, size: int) ->
     parts, joined = native.parts, native.joined
     return {
         "tokens": rows * hidden * size * (1 if joined is None else 2),
-        "turned": 2 * rows * native.arguments.dim * size,
+        "turned": 2 * rows * native.parts.rotary[0].shape[1] * size,
         "normed": most * hidden * size,
         "logits": most * parts.lm_head.out_features * parts.lm_head.out_dtype.itemsize,
         "scratch": 4 * max(native.lm_head.room(most), 0 if joined is None else joined.room(rows)),
@@ -143,7 +143,6 @@ class NativeDraft:
             state_first=parts.state_first,
             zero_first=parts.zero_first,
             draft_ids=self.ids.data_ptr(),
-            dim=cos.shape[1],
         )
 
 
@@ -194,7 +193,7 @@ class Begun:
             table=self._table.data_ptr(),
             heads=parts.num_heads,
             kv_heads=parts.num_kv_heads,
-            dim=native.arguments.dim,
+            dim=parts.decoder.head_dim,
             pages=self._table.stride(0),
             page_size=rows.page_size,
             longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,

@@ -27,6 +27,7 @@ class DeltaParts(NamedTuple):
     A_log: Tensor  # [H] fp32
     dt_bias: Tensor  # [H] fp32
     norm: Tensor  # [V]
+    eps: float
     groups: int
     key_size: int
 
@@ -71,19 +72,15 @@ class RecurrentWeights:
     def __init__(self, weights: Mapping[int, tuple[Tensor, DeltaParts | None]], layers: int) -> None:
         lib = library()
         assert lib is not None
-        self._weights, self._layers, self._scan_scratch, self._replay = (
-            list(weights),
-            layers,
-            lib.scan_scratch,
-            lib.replay,
-        )
+        self._scan_scratch, self._replay = lib.scan_scratch, lib.replay
+        self._weights, self._layers = list(weights), layers
         self._convolutions = {i: _convolution(conv, silu=delta is not None) for i, (conv, delta) in weights.items()}
         self._deltas = {i: _delta_net(delta) for i, (_, delta) in weights.items() if delta is not None}
         heads, values = max(((d.heads, d.heads * d.values) for d, _ in self._deltas.values()), default=(0, 0))
         self.widths = {"z": values, "scanned": values, "ba": 2 * heads}
 
     def bind(self, layers: ctypes.Array[ctypes.Structure], arguments: ctypes.Structure) -> None:
-        """Set the fields of the recurrent ones of a decoder's layers, and know its arguments."""
+        """Set the fields of the recurrent ones of a decoder's layers; keep its arguments for replays."""
         self._arguments = arguments
         for i, convolution in self._convolutions.items():
             layers[i].causal_conv = ctypes.addressof(convolution)
@@ -149,5 +146,11 @@ def _delta_net(parts: DeltaParts) -> tuple[ctypes.Structure, tuple[object, ...]]
     projections = [linear_arguments(linear) for linear in (parts.z, parts.ba)]
     pointers = dict(zip(("z", "ba"), map(ctypes.addressof, projections), strict=True))
     pointers |= {"a_log": parts.A_log.data_ptr(), "dt_bias": parts.dt_bias.data_ptr(), "norm": parts.norm.data_ptr()}
-    sizes = {"heads": len(parts.A_log), "groups": parts.groups, "keys": parts.key_size, "values": len(parts.norm)}
+    sizes = {
+        "heads": len(parts.A_log),
+        "groups": parts.groups,
+        "keys": parts.key_size,
+        "values": len(parts.norm),
+        "eps": parts.eps,
+    }
     return DeltaNet(**pointers, **sizes), (projections, parts)

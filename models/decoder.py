@@ -197,11 +197,8 @@ class FusedDecoder:
         parts = [layer_parts for layer in layers if (layer_parts := layer.parts()) is not None]
         if len(parts) < len(layers):
             return None
-        eps, attending = (
-            layers[0].post_attention_layernorm.eps,
-            [layer for layer in layers if hasattr(layer, "self_attn")],
-        )
-        head_dim = attending[0].self_attn.head_dim
+        eps, attending = layers[0].post_attention_layernorm.eps, (x for x in layers if hasattr(x, "self_attn"))
+        head_dim = next(attending).self_attn.head_dim
         return fuse_layers(parts, None if norm is None else norm.weight, eps, head_dim)
 
     def over(

@@ -229,7 +229,7 @@ static void apply_delta(const part *p, int64_t i, const void *x) {
     scan_share(&recurrence, p->self);
     barrier(p);
     from *= size;
-    gated_norm(a->scanned + from, at(p, a->z, from), delta->norm, at(p, a->attended, from), rows * heads, size, a->eps, a->kind);
+    gated_norm(a->scanned + from, at(p, a->z, from), delta->norm, at(p, a->attended, from), rows * heads, size, delta->eps, a->kind);
     barrier(p);
 }
 

@@ -32,7 +32,7 @@ typedef struct {
     int64_t *columns;          /* [chains, count] the best of each, like keys and masses as in choose_best */
     float *keys, *masses;
     uint32_t *scratch;         /* as in linear.h, for `joined` and the LM head */
-    int64_t rows, chains, dim, joined_threads, threads;
+    int64_t rows, chains, joined_threads, threads;
     int64_t count;             /* 0: only the choice, columns [chains] */
 } draft_args;
 

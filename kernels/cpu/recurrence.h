@@ -38,6 +38,7 @@ typedef struct {
     const float *a_log, *dt_bias;      /* [heads] */
     const void *norm;                  /* [values] */
     int64_t heads, groups, keys, values;
+    float eps;
 } delta_net;
 
 /* Compute the channels of thread `self`, of `threads`. Channels are a multiple of 16; at most MOST_TAPS taps. */

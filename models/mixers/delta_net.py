@@ -64,5 +64,5 @@ class GatedDeltaNet(Mixer):
         if z is None or ba is None:
             return None
         sizes = self.config.groups, self.config.key_size
-        delta = DeltaParts(z, ba, self.A_log, self.dt_bias, self.norm.weight, *sizes)
+        delta = DeltaParts(z, ba, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps, *sizes)
         return {"qkv": self.in_proj, "output": self.o_proj, "conv": self.conv.by_taps, "delta": delta}

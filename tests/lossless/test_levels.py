@@ -18,6 +18,7 @@ from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
 from tests.pairwise import parametrize_each
+from tests.unit.test_families import make_family_folder  # noqa: F401  a fixture
 
 KINDS = {
     "eagle3": ("eagle3", {"draft_vocab_size": 208}),
@@ -142,7 +143,7 @@ def serve(folder, kind, dtype, weights, shape=None, **settings):
         proposer="head",
         config=config,
         proposer_config=proposer_config,
-        tokenizer=Tokenizer.load(folder),
+        tokenizer=Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None,
     )
 
 
@@ -180,6 +181,13 @@ def check(engine):
 @parametrize_each({"kind": list(KINDS), "weights": ["same", "int8", "q8_0"], "dtype": [torch.float32, torch.bfloat16]})
 def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     engine = serve(folder, kind, dtype, weights)
+    check(engine)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("eagle", None), ("mtp", None), ("mtp", "beam")])
+def test_so_does_a_head_that_gates_attention_and_rotates_half_of_each_head(make_family_folder, kind, shape):  # noqa: F811
+    engine = serve(make_family_folder("qwen3.5"), kind, torch.bfloat16, "same", TREES[shape] if shape else None)
+    assert engine._head.loop.native is not None
     check(engine)
 
 

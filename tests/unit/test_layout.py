@@ -151,7 +151,7 @@ HYBRIDS = (  # what hybrid targets cost beside the rest: recurrent kernels, mixe
     *(f"models/targets/{name}.py" for name in ("lfm2", "qwen3_5", "qwen3_next", "falcon_h1", "nemotron_h")),
     *("models/targets/granite_hybrid.py", "infer/speculation/proposers/hybrid_draft_model.py"),
 )
-MOST_HYBRID_LINES = 2_763
+MOST_HYBRID_LINES = 2_766
 
 
 def test_the_engine_stays_small() -> None:
