@@ -23,10 +23,11 @@ from infer.settings.paths import REPO_ROOT
 from models.checkpoint import stated_dtype
 from models.heads.config import HeadConfig
 from scripts.benchmarks import config as benchmark_config
+from scripts.proof import config as proof_config
 from train import config as train_config
 from train.config import TrainConfig
 
-EVERY = {**infer_config.COMMANDS, **benchmark_config.COMMANDS, **train_config.COMMANDS}
+EVERY = {**infer_config.COMMANDS, **benchmark_config.COMMANDS, **proof_config.COMMANDS, **train_config.COMMANDS}
 COMMANDS = {name: schema for name, schema in EVERY.items() if "model" in groups_of(name)}
 ODD = ["it's ${here}, a=b", "with space", "{a: b}", "[x]", 'say "q"', "a\\b", "choice(a,b)"]
 
