@@ -69,7 +69,7 @@ def uncovered(engines: Any) -> dict[str, str]:
 
     reasons, parts, context = {}, engines.parts, engines.context
     if parts.head is None:
-        reasons |= dict.fromkeys(("chain", "tree"), "no head was given: head=eagle3, or the folder of one")
+        reasons |= dict.fromkeys(("chain", "tree"), "no head was given: give head=NAME, or the folder of one")
     if parts.draft_model is None:
         lacking = (name for name in DRAFTS if name.startswith("draft model"))
         reasons |= dict.fromkeys(lacking, "no draft model was given: proposer.draft_model=<folder>")

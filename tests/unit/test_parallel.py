@@ -128,15 +128,15 @@ def rank_sizes(path):
     return lambda total: sizes_of(f"{kind}.weight", total, 2)
 
 
-DELTA_NET = {"in_proj": [32, 32, 96], "conv": [32, 32, 96]}
-DELTA_NET |= {"z_proj": [96], "ba_proj": [4, 4], "A_log": [4], "dt_bias": [4]}
+NUMBERS = {"ba_proj": [4, 4], "A_log": [4], "dt_bias": [4]}
+DELTA_NETS = [{**NUMBERS, **dict.fromkeys(("in_proj", "conv"), (32, 32, size)), "z_proj": [size]} for size in (128, 96)]
 STEPS = {"A_log": [16], "D": [16], "dt_bias": [16]}
 MAMBA2 = {**STEPS, "in_proj": [128, 128, 48, 48, 16], "conv": [128, 48, 48], "norm": [128]}
 ONE_GROUP = {**STEPS, "in_proj": [128, 128, -12, -12, 16], "conv": [128, -12, -12]}
 HYBRIDS = {  # the sizes, in rows of a recurrent layer's tensors, of what is divided; if negative every rank holds it
     "lfm2": ({}, {"in_proj": [64] * 3, "conv": [64]}),
-    "qwen3.5": ({}, DELTA_NET),
-    "qwen3 next": ({"shared_expert_intermediate_size": 48}, DELTA_NET),
+    "qwen3.5": ({}, DELTA_NETS[0]),
+    "qwen3 next": ({"shared_expert_intermediate_size": 48}, DELTA_NETS[1]),
     "falcon h1": ({"mamba_d_state": 24}, MAMBA2),
     "falcon h1, norm before the gate, biased, multiplied by one": ({"mamba_d_state": 24}, MAMBA2),
     "granite hybrid with experts, one group, rotary": ({}, ONE_GROUP),
