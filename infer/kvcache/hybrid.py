@@ -112,12 +112,12 @@ class HybridPool(KVPool):
 
     def settle(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
         """Advance the states along the accepted paths too, with a stop at the end of a page for a snapshot."""
-        moves = super().settle(requests, accepted, chains=chains)
+        moves, states = super().settle(requests, accepted, chains=chains), self.layers.last_states
+        if all(certain for _, certain in states):
+            return moves
         before, after = list[list[int]](), list[list[int]]()
-        states = self.layers.last_states
-        for request, (_, certain), path, depth in zip(
-            requests, states, accepted.path.tolist(), accepted.depth.tolist(), strict=True
-        ):
+        paths = zip(requests, states, accepted.path.tolist(), accepted.depth.tolist(), strict=True)
+        for request, (_, certain), path, depth in paths:
             path = [] if certain else path[: depth + 1]
             end = (request.computed + len(path)) // self.page_size * self.page_size - request.computed
             cut = end if request.publish_keys is not None and 0 < end < len(path) else 0
