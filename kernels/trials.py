@@ -1,12 +1,12 @@
 """Tries one layer of each kind on this CPU: what computes it, whether rightly and with bits of its own, and how fast.
 
-For scripts/doctor.py and the plan of a training run. A trial never raises: what fails is its result.
+For scripts/doctor.py. A trial never raises: what fails is its result.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -50,16 +50,11 @@ class Trial(NamedTuple):
         return self.fault or (f"{self.kernel}, {self.rate:,.4g} {self.unit}" if self.rate else self.kernel)
 
 
-def try_dtypes(dtypes: Iterable[torch.dtype] = DTYPES) -> Iterator[Trial]:
-    """Try dense layers of these dtypes and attention, which every target has."""
-    for dtype in dtypes:
-        yield guarded(f"dense {name_of(dtype)}", lambda name, dtype=dtype: try_narrow(name, "same", dtype))
-        yield guarded(f"attention {name_of(dtype)}", lambda name, dtype=dtype: try_attention(name, dtype))
-
-
 def try_all() -> Iterator[Trial]:
     """Try everything that serving on a CPU runs."""
-    yield from try_dtypes()
+    for dtype in DTYPES:
+        yield guarded(f"dense {name_of(dtype)}", lambda name, dtype=dtype: try_narrow(name, "same", dtype))
+        yield guarded(f"attention {name_of(dtype)}", lambda name, dtype=dtype: try_attention(name, dtype))
     for weight_format in NARROW_FORMATS:
         yield guarded(weight_format, partial(try_narrow, weight_format=weight_format, dtype=torch.bfloat16))
     for ggml_format in FORMATS:

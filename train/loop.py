@@ -37,19 +37,20 @@ from train.distributed.collectives import (
     total,
 )
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
+from train.features.online import online_features
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.memory_plan import out_of_memory
-from train.planning.plan import check_plan, describe_plan, refuse
+from train.planning.plan import check_plan, depth_note, readable, refuse
 from train.planning.precision import choose_precision
 from train.planning.time_limit import time_limit
-from train.preparation.prepare import feature_recorder, prepare, start_engine
+from train.preparation.prepare import feature_recorder, prepare, start_engine, trial_data
 from train.preparation.threads import work_threads
 from train.publishing.export import stated
 from train.publishing.publish import publish_run, verdict
 from train.publishing.trackers import Trackers, make_trackers
 from train.signals import Interrupted, StopRequest
-from train.step_clock import StepClock, head_flops, memory_bytes
+from train.step_clock import StepClock, head_flops, limited_memory, memory_bytes
 from train.storage import run_folder
 
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
@@ -68,8 +69,9 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
 
     `overrides` is the command line, quoted in the command to resume. Raises ValueError for what the user can fix.
     """
-    if config.check:
-        return check_plan(config, overrides)
+    plan = check_plan(config, overrides) if config.check else None
+    if plan is not None and not plan.can_be_tried:
+        return {"check": plan.numbers}
     started = time.perf_counter()
     precision = choose_precision(config)
     config = dataclasses.replace(config, precision=precision.name)
@@ -80,6 +82,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         resources.callback(release, accelerator)
         run = Run(config, accelerator, stop, resources, started)
         try:
+            if plan is not None:
+                return {"check": plan.numbers | run.try_update()}
             if accelerator.is_main_process:
                 refuse(config, overrides)
             if precision.reason:
@@ -129,9 +133,8 @@ class Run:
             self.resources.enter_context(run_folder.open_run(config))
         accelerator.wait_for_everyone()
         log_main(accelerator, f"run {config.run}: {self.folder}")
-        if config.stage == "all":
-            for line in describe_plan(config):
-                log_main(accelerator, line)
+        if note := depth_note(config):
+            self._log(note)
         engine = start_engine(config, accelerator, self.resources)
         recorder = feature_recorder(config, engine)
         limit = partial(time_limit, config, engine, self.started, recording=recorder is not None)
@@ -140,6 +143,7 @@ class Run:
             self._log("runs with the same data settings and output_dir will reuse these sequences")
             return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}
         self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
+        self._log("\n".join(self.prepared.lines))
         self._restore(checkpoint.find_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
         limits = config.steps, config.minutes
@@ -155,6 +159,27 @@ class Run:
         self.steps, self.warmup = budget.decided, budget.warmup
         self._optimise()
         return self._finish()
+
+    def try_update(self) -> dict[str, Any]:
+        """Make an update of short rows, which makes the optimizer's state, and one of rows as long as the data allow.
+
+        Nothing is saved. Returns the seconds of the second one, and the peak memory in bytes.
+        """
+        config, accelerator = self.config, self.accelerator
+        self._log("trial   loads the target for one update")
+        engine = start_engine(config, accelerator, self.resources)
+        data = trial_data(config, engine.context)
+        self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
+        placement = self.prepared.placement
+        self.prepared.features = online_features(engine.target, placement.head.config.aux_layers)
+        with limited_memory(accelerator.device), cpu_threads(self.threads.count):
+            for row in range(len(self.prepared.sequences)):
+                self.prepared.packs = [[row]]
+                self.clock.start()
+                placement.update(0.0, sound=math.isfinite(self._forward_backward(metrics=True).loss))
+        seconds, memory = self.clock.elapsed, memory_bytes(accelerator.device)
+        self._log(f"trial   an update took {readable(seconds)}, and the process {memory / 1e9:.2f} GB at most")
+        return {"trial": {"seconds": seconds, "memory_bytes": memory}}
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from infer.devices import free_bytes
 from models.heads.base import Head
 from models.heads.weights import dtype_of
 from train.objectives.draft_states import draft_states
@@ -56,10 +57,28 @@ def memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far: allocated on the device, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, StopIteration):  # Linux's ru_maxrss starts from that of the parent process
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    with suppress(OSError):  # Linux's ru_maxrss starts from that of the parent process
+        return process_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def process_bytes(field: str) -> int:
+    """Return a size of this process as Linux states it. Raises OSError elsewhere."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
+
+
+@contextmanager
+def limited_memory(device: torch.device) -> Iterator[None]:
+    """On Linux's CPUs let allocations beyond the memory that is free now fail, for which it would kill the process."""
+    free, limits = free_bytes(device), resource.getrlimit(resource.RLIMIT_DATA)
+    if free is not None and device.type != "cuda":
+        lowest = min([process_bytes("VmData") + free, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight

@@ -35,11 +35,8 @@ def run(settings: list[str], *more: str) -> dict[str, Any]:
 
 
 def leave_out_plots(patch: pytest.MonkeyPatch) -> None:
-    """Let runs of this process draw nothing, as without matplotlib, and not say what memory they will take: each takes
-    half a second.
-    """
+    """Let runs of this process draw nothing, as without matplotlib, which takes half a second."""
     patch.setattr("train.publishing.publish.draw_plots", lambda *_: [])
-    patch.setattr("train.loop.describe_plan", lambda config: [])
 
 
 def start(settings: list[str]) -> subprocess.Popen[str]:

@@ -12,7 +12,6 @@ from infer.options.cli import compose, save_config
 from train.config import TrainConfig
 from train.features.store import MANIFEST
 from train.loop import train
-from train.planning.plan import Speed
 
 FILES = "data=files data.path={rows} data.responses=given"
 SETTINGS = ["data.num_sequences=6", "eval_prompts=2", "eval_draft_tokens=2", "tracker=none", "minutes=1"]
@@ -66,7 +65,7 @@ def test_refused_at_once(
     monkeypatch.setattr(
         "train.preparation.models.load_target", lambda *parts, **more: pytest.fail("a target was loaded")
     )
-    monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
+    monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: (1e9, 1e9))
     overrides = line.format(**paths).split()
     keys = {override.partition("=")[0] for override in overrides}
     arguments = [override for override in SETTINGS if override.partition("=")[0] not in keys] + overrides

@@ -1,7 +1,7 @@
 """Memory estimate of a run by part, from the sizes of target and head; no weight is loaded.
 
-A step's activations come on top, and what no configuration key changes: Python and torch, 0.6 GB on a CPU. The first
-step shows whether they fit; if they do not, `out_of_memory` names the keys that lower what is needed.
+A step's activations come on top, and what no configuration key changes: Python and torch, 0.6 GB on a CPU.
+Whether they fit an update shows, which check=true tries; if not, `out_of_memory` names the keys that need less.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from infer.kvcache.tensors import kv_dtype
 from models.config import ATTENTION
 from models.heads.base import Head
-from models.heads.borrowing import borrowed_by
 from models.layers import Linear
 from models.targets.llama import LlamaTarget
-from train.config import WHOLE, MuonConfig, TrainConfig
-from train.distributed.strategies import hidden_matrices
+from train.config import WHOLE, TrainConfig
 from train.features.online import feature_bytes, fits_cache
 from train.preparation.models import pool_for, processes
 
@@ -36,40 +34,24 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     """Return the bytes of this process by part, but activations; `tokens` is the total over all sequences."""
     sizes, item = target.config, kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
     per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.count(ATTENTION) * item
+    trained, frozen = parameters(head)
+    divided = 1 if config.parallel.name in WHOLE else processes()
     kept = features_in_memory(config, target, head, tokens)
     return {
         "target": target_bytes(target, config),
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,
-        "head and optimiser": state_bytes(config, target, head),
+        "head and optimiser": (trained * STATE + frozen * VALUE) // divided,
         "features": kept + feature_bytes(target, head.config.aux_layers, config.batch_size * config.sequence_length),
     }
 
 
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     """Return this process's bytes: linear layers are sharded over ranks or processes, and quantized."""
-    sharded, item = config.features.target == "sharded", target.norm.weight.element_size()
-    holder = target.layers if sharded else target  # processes shard layers only, ranks the LM head too
-    linear = sum({m.weight: m.weight.numel() for m in holder.modules() if isinstance(m, Linear)}.values())
-    rest = max(sum(p.numel() for p in target.parameters()) - linear, target.embed_tokens.weight.numel())  # if tied
-    gathered = 2 * linear // len(target.layers) if sharded else 0  # two layers at a time
-    ranks = processes() if sharded else config.engine.tensor_parallel
-    return int(linear * NARROW.get(config.engine.weight_format, item)) // ranks + (rest + gathered) * item
-
-
-def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
-    """Return the bytes of head and optimiser as `parallel` shards them, of copies, and of what the head borrows."""
-    trained, frozen = parameters(head)
-    name, total, item = config.parallel.name, trained + frozen, target.norm.weight.element_size()
-    num_bytes = trained * STATE + frozen * VALUE
-    if isinstance(config.optim, MuonConfig):  # one moment, not two
-        num_bytes -= VALUE * sum(matrix.numel() for matrix in hidden_matrices(head))
-    if name == "ddp":
-        num_bytes += trained * VALUE  # DDP's communication buckets lie beside the gradients
-    elif name not in WHOLE:  # gathered for a forward, and the full copy that is evaluated and saved
-        num_bytes = num_bytes // processes() + 2 * total * VALUE
-    lm_head, embedding = target.lend()
-    borrowed = {lm_head.weight, embedding} if any(borrowed_by(head)) else ()  # unpacked; one if they are tied
-    return num_bytes + (total * item if item != VALUE else 0) + sum(weight.nbytes for weight in borrowed)
+    item, linear = target.norm.weight.element_size(), {m.weight for m in target.modules() if isinstance(m, Linear)}
+    numbers = sum(weight.numel() for weight in linear)
+    rest = max(sum(p.numel() for p in target.parameters()) - numbers, target.embed_tokens.weight.numel())  # if tied
+    ranks = processes() if config.features.target == "sharded" else config.engine.tensor_parallel
+    return int(numbers * NARROW.get(config.engine.weight_format, item)) // ranks + rest * item
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:

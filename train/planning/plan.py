@@ -1,8 +1,8 @@
 """The plan that check=true prints: a run's data, memory, disk, time and outputs, and what cannot work.
 
 Sizes come from configuration files and from the data, which are read as in the run; no weight is loaded and nothing
-heavy is started. Times are estimates from a matrix product and a memory copy measured on this machine, accurate within
-a factor of two or three.
+heavy is started, but for the update that check=true then tries (`Run.try_update`). Times are estimates from a matrix
+product and a memory copy measured on this machine, accurate within a factor of two or three.
 
 What cannot work is reported here, and refused before a run's folder is made and anything heavy starts. Errors visible
 from the keys alone are raised by the schemas (train/config.py); the checks here need the sizes of target and head, a
@@ -24,7 +24,6 @@ from infer.devices import free_bytes, resolve_device
 from infer.kvcache.memory import context_of
 from infer.options.exported_heads import head_at
 from infer.settings.paths import resolve_path
-from kernels.trials import try_dtypes
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.files import read_head
@@ -54,39 +53,20 @@ class Plan:
     lines: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    can_be_tried: bool = False  # by an update, for which weights and processes are here
 
     def add(self, topic: str, text: str) -> None:
         self.lines.append(f"{topic:<8}{text}")
 
 
-@dataclass(frozen=True)
-class Speed:
-    flops: float  # per second
-    bytes: float
-
-
-def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Print the plan and return its numbers as the command's result. Raises ValueError for what cannot work.
-
-    `overrides`: the command-line arguments.
-    """
+def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
+    """Print and return the plan. Raises ValueError for what cannot work. `overrides`: the command-line arguments."""
     plan = make_plan(config, overrides)
     for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
         print(line, file=sys.stderr)
     if plan.refusals:
         raise ValueError("; ".join(plan.refusals))
-    return {"check": plan.numbers}
-
-
-def describe_plan(config: TrainConfig) -> list[str]:
-    """Return lines with upper bounds of memory and disk, printed at the start of a run; does not read the data."""
-    plan = Plan()
-    target, head, _ = shapes(config)
-    tokens = config.data.num_sequences * config.sequence_length
-    plan_depth(plan, config)
-    plan_memory_of(plan, config, target, head, tokens)
-    plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
-    return plan.lines + [f"note    {text}" for text in plan.refusals]
+    return plan
 
 
 def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
@@ -99,13 +79,14 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     target, head, checkpoint = meta_shapes
     plan.refusals += refusals(config, meta_shapes, overrides)
     tokens, responses = plan_data(plan, config, target, checkpoint)
-    plan_depth(plan, config)
+    if note := depth_note(config):
+        plan.add("depth", note)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, responses)
-    plan_kernels(plan, config, target.norm.weight.dtype)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
+        plan.can_be_tried = bool(target.fingerprint) and (config.parallel.name == "single") == (processes() == 1)
         other = other_export(config, config.export_folder)
         fate = f" (replaces {other})" if other else " (replaced)" if config.export_folder.exists() else ""
         written.append(f"{config.export_folder}/{fate}")
@@ -146,15 +127,15 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     return tokens, responses
 
 
-def plan_depth(plan: Plan, config: TrainConfig) -> None:
+def depth_note(config: TrainConfig) -> str:
     """Say if drafts are measured deeper than they are trained; nothing for a run that trains no head."""
     trained, measured = config.trained_depth, config.eval_draft_tokens
-    if config.stage == "all" and trained is not None and measured > trained:
-        plan.add(
-            "depth",
-            f"objective.steps={trained} trains drafts of {trained} tokens and eval_draft_tokens={measured} measures "
-            f"longer ones, which are accepted less; objective.steps={measured} trains them too",
-        )
+    if config.stage != "all" or trained is None or measured <= trained:
+        return ""
+    return (
+        f"objective.steps={trained} trains drafts of {trained} tokens and eval_draft_tokens={measured} measures "
+        f"longer ones, which are accepted less; objective.steps={measured} trains them too"
+    )
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
@@ -207,40 +188,31 @@ def plan_disk(
 def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, responses: int) -> None:
     device, precision = resolve_device(config.model.device), choose_precision(config)
     # On a CPU without bf16 the kernels of a bf16 target compute in fp32 as well.
-    speed = measure(device, target.norm.weight.dtype if device.type == "cuda" else compute_dtype(config))
+    speed, bandwidth = measure(device, target.norm.weight.dtype if device.type == "cuda" else compute_dtype(config))
     weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
     item = target.norm.weight.element_size()
     estimates = {}
     if responses and config.data.server is None:
         rows = min(config.engine.max_batch, responses)
-        step = max(weights * item / speed.bytes, rows * 2 * active / speed.flops)
+        step = max(weights * item / bandwidth, rows * 2 * active / speed)
         estimates["generating"] = responses * config.data.max_new_tokens / rows * step
     if config.stage == "all":
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
         flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
-        step = config.accumulate * batch * flops / speed.flops
+        step = config.accumulate * batch * flops / speed
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps
     text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
-    rate = f"{speed.flops / 1e9:.{0 if speed.flops > 1e10 else 2}f} GFLOP/s in {precision.name}"
+    rate = f"{speed / 1e9:.{0 if speed > 1e10 else 2}f} GFLOP/s in {precision.name}"
     plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {rate}, estimated)")
     if precision.reason:
         plan.add("time", f"precision={precision.name}: {precision.reason}")
     plan.numbers["precision"] = precision.name
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
-
-
-@torch.no_grad()
-def plan_kernels(plan: Plan, config: TrainConfig, dtype: torch.dtype) -> None:
-    """Say what a run on a CPU computes the target's layers with, `dtype` being theirs; nothing on a GPU."""
-    for trial in try_dtypes((dtype,)) if resolve_device(config.model.device).type == "cpu" else ():
-        slower = f"; slow, faster: {trial.slower}" if trial.slower else ""
-        more = "; python scripts/doctor.py says more" if trial.fault else slower
-        plan.add("kernels", f"the target's {trial.name}: {trial.detail}{more}")
 
 
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
@@ -259,8 +231,8 @@ def active_parameters(target: LlamaTarget) -> int:
     return total
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Speed:
-    """Measure a matrix product of 512 rows and a memory copy; on a GPU with sizes that saturate it."""
+def measure(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return FLOP/s of a matrix product of 512 rows and bytes/s of a copy; on a GPU with sizes that saturate it."""
     from torch.utils.benchmark import Timer  # takes a moment to import
 
     rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
@@ -273,7 +245,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Speed:
         Timer(statement, globals=tensors, num_threads=torch.get_num_threads()).blocked_autorange().median
         for statement in ("x @ w.t()", "block.clone()")
     )
-    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy)
+    return 2.0 * rows * side * side / product, 2.0 * size / copy
 
 
 def readable(seconds: float) -> str:

@@ -21,7 +21,7 @@ from models.heads.base import Head
 from models.heads.config import NewHeadConfig
 from models.targets.llama import LlamaTarget
 from models.vocab import coverage
-from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
+from train.config import DemoDataConfig, OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
 from train.data.folder import Data
 from train.data.sequences import Sequences, best_fit
 from train.distributed.collectives import ProcessExchange, log_main, stopping_together
@@ -57,6 +57,7 @@ class Prepared:
     data_source: str
     data_hash: str
     data_counts: dict[str, Any]  # of rows and conversations
+    lines: list[str]  # which say what the sequences are
     features: FeatureSource | None = None  # of a run with steps left: `open_features`
 
     @property
@@ -155,6 +156,15 @@ def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitS
     return engine
 
 
+def trial_data(config: TrainConfig, context: int) -> Data:
+    """Return two made-up sequences: a short one, and one as long as the data allow."""
+    data, longest = config.data, min(config.sequence_length, context)
+    if isinstance(data, DemoDataConfig) and not config.packing:
+        longest = min(longest, data.prompt_tokens + data.max_new_tokens)
+    sequences = Sequences.of([([1] * length, [True] * length) for length in (min(16, longest), longest)])
+    return Data(sequences, sequences, "", {})
+
+
 def prepare(
     config: TrainConfig, accelerator: Accelerator, engine: Engine, data: Data, stop: StopRequest, resources: ExitStack
 ) -> Prepared:
@@ -184,21 +194,18 @@ def prepare(
         "left_out": len(uncut) - len(sequences),  # of which cutting left no token to train on
     }
     lost = 1 - counts["learnt"] / max(1, int(uncut.assistant.sum()))
-    log_main(
-        accelerator,
+    lines = [
         f"{counts['sequences']} sequences, {counts['tokens']} tokens, {counts['learnt']} of them trained on "
         f"(sequence_length={config.sequence_length} cut {100 * lost:.1f} % off, and dropped "
         f"{counts['left_out']} sequences with no token left to train on); "
         f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
-    )
+    ]
     packs = [[index] for index in range(len(sequences))]
     if config.packing:
         packs = best_fit(sequences.lengths.tolist(), config.sequence_length)
         filled = int(sequences.offsets[-1]) / (len(packs) * config.sequence_length)
-        log_main(
-            accelerator, f"packed into {len(packs)} rows of {config.sequence_length} tokens, {100 * filled:.1f} % full"
-        )
+        lines.append(f"packed into {len(packs)} rows of {config.sequence_length} tokens, {100 * filled:.1f} % full")
     return Prepared(
         target=target,
         sequences=sequences,
@@ -208,4 +215,5 @@ def prepare(
         data_source=data.source,
         data_counts={**data.counts, "learnt": counts},
         data_hash=uncut.content_hash(),
+        lines=lines,
     )
