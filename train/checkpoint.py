@@ -2,11 +2,13 @@
 
 A checkpoint is one folder, written atomically. `latest` names the newest and is updated last, `best` the one with the
 highest acceptance length, `stable` the one at which the decay of the learning rate began, from which a longer run
-continues. Restoring a checkpoint continues the run bit for bit. Knows only names and tensors of what is trained.
+continues. Restoring a checkpoint continues the run bit for bit; one whose files have changed is refused, by the SHA-256
+in its state. Knows only names and tensors of what is trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ WITHOUT = {  # what the run does if there is no such checkpoint
 }
 ASIDE = "aside-"  # name prefix of a checkpoint whose step will be run again
 FILES = ("module", "optimizer", "random")
+DIGEST = "sha256"  # key of the state: of the files and of the rest of the state
 
 
 class Trained(NamedTuple):
@@ -59,7 +62,8 @@ def save_checkpoint(
         save_file(separate(trained.module), staging / "module.safetensors")
         save_file(separate(trained.optimizer), staging / "optimizer.safetensors")
         save_file(random_state(), staging / "random.safetensors")
-        atomic.write_text(staging / "state.json", json.dumps({"step": step, **state}, indent=2) + "\n")
+        state = {"step": step, **state}
+        atomic.write_text(staging / "state.json", json.dumps(state | {DIGEST: digest(staging, state)}, indent=2) + "\n")
     if best:
         atomic.write_text(folder / BEST, path.name + "\n")
     if stable:
@@ -70,6 +74,15 @@ def save_checkpoint(
         if old not in kept:
             atomic.discard(old)
     return path
+
+
+def digest(path: Path, state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a checkpoint's files and state, as hexadecimal digits."""
+    total = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
+    for name in FILES:
+        with (path / f"{name}.safetensors").open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def mark_stable(path: Path) -> None:
@@ -107,12 +120,17 @@ def find_checkpoint(folder: Path, name: str = LATEST) -> Path | None:
 
 
 def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
-    """Load what `save_checkpoint` wrote. Raises ValueError if that cannot be read or is not of `expected` tensors."""
+    """Load what `save_checkpoint` wrote. Raises ValueError if that cannot be read, has changed since or is not of
+    `expected` tensors.
+    """
+    state = read_state(path)
+    written = state.pop(DIGEST, None)  # None: of a version that wrote none
     try:
+        if written not in (None, digest(path, state)):
+            raise ValueError("its files are not as they were written")
         module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
-    state = read_state(path)
+        raise ValueError(f"{path}: this checkpoint cannot be read ({error}); delete it") from error
     if module.keys() != expected.keys():
         names = sorted(module.keys() ^ expected.keys())
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
@@ -124,7 +142,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
+        raise ValueError(f"{path}: this checkpoint cannot be read ({error}); delete it") from error
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -151,8 +151,17 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     mismatched = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"of another head; these tensors are on one side only: 0.bias, 1\.bias"):
         load(path, mismatched, torch.optim.AdamW(mismatched.parameters()))
+    refused = pytest.raises(ValueError, match="step-000001: this checkpoint cannot be read .*; delete it")
+    for name in ("module.safetensors", "random.safetensors", "state.json"):
+        content = (path / name).read_bytes()
+        place = content.index(b'"step": 1') + 8 if name == "state.json" else -1
+        (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place:][1:])
+        with refused:
+            load(path, module, optimizer)
+        (path / name).write_bytes(content)
+    load(path, module, optimizer)
     (path / "optimizer.safetensors").write_bytes(b"cut")
-    with pytest.raises(ValueError, match="step-000001: this checkpoint cannot be read"):
+    with refused:
         load(path, module, optimizer)
     (tmp_path / "latest").write_text("step-000077\n")
     with pytest.raises(ValueError, match="names step-000077, which is not there"):

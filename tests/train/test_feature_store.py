@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,11 @@ def test_a_store_of_anything_else_is_refused_and_the_difference_named(
         refuse_small_disk(tmp_path / "not" / "there", 10**15)
 
 
+def load_header(content: bytes) -> dict[str, Any]:
+    """Return the header of a safetensors file."""
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
 def test_a_shard_that_vanished_or_is_damaged_is_named(
     engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
 ) -> None:
@@ -157,7 +163,13 @@ def test_a_shard_that_vanished_or_is_damaged_is_named(
     (tmp_path / "shard-00001.safetensors").write_bytes(b"\0" * 100)
     (tmp_path / "shard-00002.safetensors").unlink()
     store(responses.batch([0]))
-    for row, name in ((3, "00001"), (5, "00002")):
+    changed = tmp_path / "shard-00000.safetensors"
+    content = bytearray(changed.read_bytes())
+    (low, _), length = load_header(content)["features"]["data_offsets"], int.from_bytes(content[:8], "little")
+    content[8 + length + low] ^= 1  # a bit of the first sequence
+    changed.write_bytes(content)
+    store = make_store(tmp_path, engine.target, responses)
+    for row, name in ((0, "00000"), (3, "00001"), (5, "00002")):
         with pytest.raises(
             ValueError, match=rf"shard-{name}\.safetensors: cannot be read .* run the same command again"
         ):

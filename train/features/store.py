@@ -1,7 +1,7 @@
 """The target's hidden states of all sequences, computed once: in memory, or with features=offline in files.
 
     manifest.json            what the features depend on; a store with another manifest is refused
-    shard-00000.safetensors  what `Layout` stores for the tokens of consecutive sequences
+    shard-00000.safetensors  what `Layout` stores for the tokens of consecutive sequences, and a CRC-32 of each of these
 
 Shards are written atomically, so an interrupted store can be completed by the same command or any other run with the
 same features; processes divide the shards among themselves. Files are read row by row through memory maps. The data's
@@ -11,10 +11,12 @@ order, not the order of training, decides which sequences share a forward, so th
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ from train.storage.run_folder import tokenizer_record
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much
 LEAST_SHARDS = 32  # if there are enough sequences, so that an interruption loses little of a small store too
+CHECKSUMS = "crc32"  # tensor of a shard, int64, one per sequence; a shard of an older version has none
 OPEN_SHARDS = 64  # memory maps open at the same time
 
 
@@ -163,6 +166,14 @@ def open_shard(path: Path) -> dict[str, Any]:
     return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """Return the CRC-32 of what is stored for a sequence, by name."""
+    total = 0
+    for name in sorted(tensors.keys() - {CHECKSUMS}):
+        total = zlib.crc32(tensors[name].cpu().contiguous().flatten().view(torch.uint8).numpy(), total)
+    return total
+
+
 class FeatureStore:
     """A `FeatureSource` over a store, usable once `fill` has run on every process."""
 
@@ -221,7 +232,12 @@ class FeatureStore:
         return (self.folder / shard.file).is_file()
 
     def _keep(self, shard: Shard, tensors: dict[str, Tensor]) -> None:
-        atomic.write_tensors(self.folder / shard.file, tensors)
+        offsets = (
+            self._sequences.offsets[shard.first : shard.last + 1] - self._sequences.offsets[shard.first]
+        ).tolist()
+        rows = ({name: value[low:high] for name, value in tensors.items()} for low, high in pairwise(offsets))
+        sums = {CHECKSUMS: torch.tensor([checksum(row) for row in rows], dtype=torch.int64)}
+        atomic.write_tensors(self.folder / shard.file, {**tensors, **sums})
 
     def _tensors(self, shard: Shard) -> Mapping[str, Any]:
         """Return the shard's tensors, or slices of its file, by name."""
@@ -280,7 +296,11 @@ class FeatureStore:
         low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
         path = self.folder / shard.file
         try:
-            tensors = {name: part[low:high] for name, part in self._tensors(shard).items()}
+            parts = dict(self._tensors(shard))
+            sums = parts.pop(CHECKSUMS, None)
+            tensors = {name: part[low:high] for name, part in parts.items()}
+            if sums is not None and int(sums[row - shard.first : row - shard.first + 1]) != checksum(tensors):
+                raise OSError("it is not as it was written")
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "
@@ -300,7 +320,9 @@ class CachedFeatures(FeatureStore):
         self._cache: dict[Shard, dict[str, Tensor]] = {}
         for shard in self._shards:
             with suppress(OSError, SafetensorError):
-                self._keep(shard, load_file(self.folder / shard.file))
+                tensors = load_file(self.folder / shard.file)
+                tensors.pop(CHECKSUMS, None)
+                self._keep(shard, tensors)
 
     def fill(self, *arguments: Any, **options: Any) -> None:
         try:
