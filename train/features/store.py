@@ -170,7 +170,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 of what is stored for a sequence, by name."""
     total = 0
     for name in sorted(tensors.keys() - {CHECKSUMS}):
-        total = zlib.crc32(tensors[name].cpu().contiguous().flatten().view(torch.uint8).numpy(), total)
+        total = zlib.crc32(tensors[name].cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
     return total
 
 
