@@ -21,7 +21,7 @@ ATTEMPTS = 6  # of resuming what is damaged: each error names a file, which is t
 SETTINGS = [
     "head=eagle3", "run=run", "features=offline", "tracker=none", "precision=fp32", "minutes=null", "steps=16",
     "batch_size=4", "checkpoint_every=3", "eval_every=8", "eval_prompts=2", "eval_max_tokens=16", "eval_draft_tokens=2",
-    "data=files", "data.num_sequences=16", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=40",
+    "data=files", "data.num_sequences=16", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=80",
     "head.draft_vocab_size=256", "objective.steps=2", "engine.threads=1", "engine.max_tokens_in_cache=2048",
 ]  # fmt: skip
 RANKS = {"training": 1, "training, two ranks": 2}
@@ -103,7 +103,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "training": {
         "kill -9": KILLED,
         "SIGSTOP": Fault(lambda s: suspend(s.pids, s.lab.random.uniform(1, 3))),
-        "full disk": Fault(full_disk, codes=(USER_ERROR, 0)),
+        "full disk": Fault(full_disk, codes=(USER_ERROR, 1, 0)),  # 1: its log has no room for the error either
         "slow disk": Fault(slow_disk),
         "memory limit": Fault(no_memory, codes=(None,)),
         "two processes in one folder": Fault(second_process),
@@ -115,8 +115,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
 
 class Trainings:
     def __init__(self, lab: Lab, words: list[str]) -> None:
-        self._lab, self._words, self._expected = lab, words, dict[tuple[Any, ...], str]()
-        self._rows, self._seconds = lab.folder / "prompts.jsonl", 0.0
+        self._lab, self._words, self._expected = lab, words, dict[tuple[Any, ...], tuple[str, float]]()
+        self._rows = lab.folder / "prompts.jsonl"
         rows = (json.dumps({"prompt": f"def {CANARY}_{number}("}) for number in range(20))
         self._rows.write_text("\n".join(rows) + "\n")
         self.counts = Counter[str]()
@@ -137,10 +137,11 @@ class Trainings:
             begin, whole = time.monotonic(), self._lab.disk / "undisturbed"
             if code := (process := self.start(whole, ranks, fault.words)).wait():
                 raise Broken(f"an undisturbed run ends with {code}: {process.said[-1500:]}")
-            self._expected[of], self._seconds = self._digest(whole), time.monotonic() - begin
+            self._expected[of] = self._digest(whole), time.monotonic() - begin
             shutil.rmtree(whole)
+        expected, seconds = self._expected[of]
         process = self.start(output, ranks, fault.words)
-        time.sleep(self._lab.random.uniform(0.1, 0.9) * self._seconds)
+        time.sleep(self._lab.random.uniform(0.1, 0.8) * seconds)
         fault.act(Situation(self._lab, self, ranks, process, output))
         code = process.wait()
         self.counts["resumed" if code else "not interrupted"] += 1
@@ -148,8 +149,8 @@ class Trainings:
             raise Broken(f"the disturbed run ends with {code}: {process.said[-1500:]}")
         wait_until(lambda: not self._lab.started(), "processes outlive the run")
         self._resume(output, ranks, fault.words)
-        if (found := self._digest(output)) != self._expected[of]:
-            raise Broken(f"other weights, {found} and not {self._expected[of]}")
+        if (found := self._digest(output)) != expected:
+            raise Broken(f"other weights, {found} and not {expected}")
         self._lab.check_nothing_left(output)
         shutil.rmtree(output)
 

@@ -22,6 +22,7 @@ from infer.options.exported_heads import export_folder
 from infer.options.model_names import read_model
 from models.heads import HEADS
 from scripts.benchmarks import config as benchmark_config
+from scripts.faults import config as faults_config
 from scripts.proof import config as proof_config
 from tests.forking import Run
 from train import config as train_config
@@ -29,7 +30,8 @@ from train import config as train_config
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("config_keys.txt")
 SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
-COMMANDS = {**infer_config.COMMANDS, **benchmark_config.COMMANDS, **proof_config.COMMANDS, **train_config.COMMANDS}
+SCRIPTS = {**benchmark_config.COMMANDS, **faults_config.COMMANDS, **proof_config.COMMANDS}
+COMMANDS = {**infer_config.COMMANDS, **SCRIPTS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
 REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],

@@ -23,6 +23,7 @@ from infer.options.literal_text import literal_overrides
 from models.heads.files import load_head
 from models.targets import load_target
 from scripts.benchmarks import config as benchmark_config
+from scripts.faults import config as faults_config
 from scripts.proof import config as proof_config
 from tests.manual_tables import PAGES, newest_by_level, rewrite
 from train import config as train_config
@@ -54,6 +55,7 @@ SCHEMAS = {
     "infer/chat.py": ("chat", infer_config.ChatConfig),
     "infer/generate.py": ("generate", infer_config.GenerateConfig),
     "scripts/prove.py": ("prove", proof_config.ProveConfig),
+    "scripts/chaos.py": ("chaos", faults_config.ChaosConfig),
     "scripts/bench.py": ("bench", benchmark_config.CompareConfig),
     **{f"scripts/bench.py {name}": (name, schema) for name, schema in benchmark_config.COMMANDS.items()},
 }
