@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer.engine import Engine
-from infer.engine.stats import StepTimes
 from infer.request import SamplingParams, SpeculationStats
+from infer.steps.stats import StepTimes
 
 WARM_UP_TOKENS = 8
 Prompts = Sequence[Sequence[int]]

@@ -1,4 +1,4 @@
-"""The engine: admission and scheduling of requests, the work of a step, and its outputs and statistics."""
+"""The engine: what it consists of, how it is loaded and started, and the requests that callers give it."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ from infer.engine import offline
 from infer.engine.loading import load_parts, read_names
 from infer.engine.parts import Parts, build_parts
 from infer.engine.startup.controller import ControllerState, make_controller
-from infer.engine.stats import EngineStats
-from infer.engine.step import StepRunner
 from infer.engine.validation import check_request
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
@@ -49,6 +47,8 @@ from infer.speculation.control.planner import Controller
 from infer.speculation.proposers import Maker, build_proposers, pack_draft_model, pack_head
 from infer.speculation.speculator import Speculator
 from infer.speculation.verify import rule_for
+from infer.steps.stats import EngineStats
+from infer.steps.step import StepRunner
 from models.end_tokens import within
 from models.heads.base import Head
 from models.heads.config import HeadConfig

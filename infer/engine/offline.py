@@ -9,8 +9,8 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from infer.batch.params import MAX_SEED
-from infer.engine.serving import Serving
 from infer.request import Completion, Request, SamplingParams, StepOutput
+from infer.steps.serving import Serving
 from models.tokenizer import Tokenizer
 
 

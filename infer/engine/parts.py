@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from infer.config import EngineConfig
 from infer.devices import memory_left
-from infer.engine.runner import Runner
-from infer.engine.scheduler import Scheduler
 from infer.kvcache.hybrid import HybridPool
 from infer.kvcache.memory import (
     DeviceFacts,
@@ -22,6 +20,8 @@ from infer.kvcache.memory import (
 from infer.kvcache.pool import KVPool
 from infer.processes.target_worker import Shard
 from infer.speculation.proposers.head import ModelProposer
+from infer.steps.runner import Runner
+from infer.steps.scheduler import Scheduler
 
 
 class Parts(NamedTuple):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
-from infer.engine.runner import Rows, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, every_second
 from infer.request import Request
+from infer.steps.runner import Rows, Runner
 from kernels.copies import upload
 from kernels.rows import AttentionRows
 

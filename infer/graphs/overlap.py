@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infer.batch.tree import NOTHING, Budget, VerifiedDraft
-from infer.engine.step import StepRunner
 from infer.graphs.step_graph import Launched, Outcome, StepGraphs
 from infer.request import Phase, Request, StepOutput
+from infer.steps.step import StepRunner
 
 
 class Batch(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from infer.batch.tree import NOTHING, Budget
-from infer.engine.step import StepsAhead
 from infer.graphs.step_graph import StepGraphs
 from infer.request import Request
 from infer.speculation.control.cost_model import Curve
+from infer.steps.step import StepsAhead
 
 
 class Replays:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from infer.batch.tree import NOTHING, Budget, DraftTree
 from infer.config import EngineConfig
-from infer.engine.runner import Decoded, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling, every_second
 from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_state import UNREAD, GraphBatch, StepState
@@ -37,6 +36,7 @@ from infer.processes.target_worker import Shard
 from infer.request import PLAIN, Proposer, Request
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer, HeadState
+from infer.steps.runner import Decoded, Runner
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
 from kernels.operands import ALL_LIMITS, LEADING, NO_LIMITS, Limits

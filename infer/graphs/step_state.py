@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
-from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.choose import choice_parameters
 from infer.speculation.proposers.draft_loops.base import Unread
+from infer.steps.runner import Rows, Runner
 from kernels.advance import advance
 from kernels.choose import choose
 from kernels.copies import sent, upload

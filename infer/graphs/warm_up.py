@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from infer.batch.params import MAX_LOGPROBS, SamplingParams
 from infer.batch.tree import Budget
-from infer.engine.serving import Serving
 from infer.kvcache.memory import EngineSizes
+from infer.steps.serving import Serving
 from kernels.dispatch import uses_triton
 from kernels.triton import INTERPRETED
 

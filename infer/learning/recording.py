@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from infer.batch.tree import DraftTree
-from infer.engine.runner import DecodeBatch, Decoded, HostBatch, Rows, Runner
-from infer.engine.serving import Serving
 from infer.request import Request
+from infer.steps.runner import DecodeBatch, Decoded, HostBatch, Rows, Runner
+from infer.steps.serving import Serving
 from kernels.rows import AttentionRows
 
 

@@ -18,11 +18,11 @@ from infer.batch.constraint import Constraint
 from infer.console.card import describe_costs
 from infer.devices import use_device
 from infer.engine import Engine
-from infer.engine.stats import EngineStats
 from infer.learning.loop import LearningLoop
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.isolation import panics_as_errors
 from infer.server.protocol.errors import ApiError, internal_error
+from infer.steps.stats import EngineStats
 
 log = logging.getLogger("headway.server")
 IDLE_CHECK_S = 1.0  # how often an idle engine looks whether its tensor parallel ranks still run, and profiles if due

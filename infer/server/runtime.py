@@ -20,12 +20,12 @@ from infer.batch.constraint import Constraint
 from infer.config import ServerConfig
 from infer.engine import Engine
 from infer.engine.offline import completion_params
-from infer.engine.stats import EngineStats
 from infer.learning.loop import LearningLoop
 from infer.request import SamplingParams
 from infer.server.engine_loop import Add, Command, EngineLoop, Event, Failure, is_last
 from infer.server.protocol.errors import ApiError
 from infer.server.watchdog import Watchdog
+from infer.steps.stats import EngineStats
 
 log = logging.getLogger("headway.server")
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from infer.console.compare import Comparison, Pair, timed
-from infer.engine.stats import StepTimes
 from infer.request import SamplingParams
+from infer.steps.stats import StepTimes
 from scripts.benchmarks.comparison.rounds import order_of
 from scripts.proof.cases import Ask
 from scripts.proof.causes import Figures, why_slower

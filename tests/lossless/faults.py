@@ -81,7 +81,7 @@ FUNCTIONS: dict[str, tuple[str, Concerns]] = {
         lambda request, args: request.params.logprobs in args[2],
     ),
     "prompt log-probabilities": (
-        "infer.engine.step.token_logprobs",
+        "infer.steps.step.token_logprobs",
         lambda request, args: request.params.prompt_logprobs in args[2],
     ),
     "block verification": (

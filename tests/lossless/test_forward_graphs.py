@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from infer.batch.grammar import Grammar
-from infer.engine.step import StepRunner
 from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_graph import StepGraphs
 from infer.request import SamplingParams
 from infer.speculation.proposers.head import HeadProposer
+from infer.steps.step import StepRunner
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.test_controller import AtAnyPrice, AtRandom
 from tests.pools import check_pool

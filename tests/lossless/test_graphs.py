@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
-from infer.engine.step import StepRunner
 from infer.graphs.cuda_graph import Graph, doubling, every_second
 from infer.graphs.step_graph import StepGraphs, wants_graphs
 from infer.processes.target_worker import Shard
 from infer.request import DrafterState, SamplingParams
+from infer.steps.step import StepRunner
 from tests.heads import ONE_OF_EACH, make_head
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import ids

@@ -1,7 +1,7 @@
 """The table of expected waits, waits.txt: in which steps the host waits for the device, where, and how often.
 
     [eagle3, graphs off]                          a drafter of matrix.py; several with equal waits share a section
-    prompt: 1 read infer/engine/step.py ...       in a step that prefills: how often at most, how, in which function
+    prompt: 1 read infer/steps/step.py ...        in a step that prefills: how often at most, how, in which function
     decode: ...                                   in a step that only decodes
     logprobs / grammar, decode: +2 read ...       more than that, or with a minus fewer, for these kinds of request
 

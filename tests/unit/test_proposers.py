@@ -13,12 +13,12 @@ from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
-from infer.engine.step import features_of
 from infer.request import PLAIN, Drafter, DrafterState, Needs, Proposer, ProposerState
 from infer.speculation.proposers import SELF_LIMITING, build_proposers
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
+from infer.steps.step import features_of
 from tests.drafts import make_request
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.batch.tree import Budget
-from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import KVLayers
 from infer.request import Phase, Request, SamplingParams
+from infer.steps.scheduler import Scheduler
 from kernels.attention import LayerShape
 from tests.pools import check_pool
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from infer.batch.tree import Budget
-from infer.engine.serving import Serving
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.startup.profiler import Unmeasured, kept_table, measure
 from infer.speculation.control.acceptance_model import AcceptanceModel
@@ -20,6 +19,7 @@ from infer.speculation.control.cost_model import CostModel, CostTable, guessed_c
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers import SELF_LIMITING, Maker
 from infer.speculation.proposers.head import HeadProposer
+from infer.steps.serving import Serving
 from kernels.cpu.library import flags, processor
 
 COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default

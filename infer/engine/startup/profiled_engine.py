@@ -10,11 +10,11 @@ import torch
 
 from infer.batch.params import SamplingParams
 from infer.batch.tree import Budget, DraftTree
-from infer.engine.serving import Serving
 from infer.kvcache.hybrid import HybridPool
 from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.speculation.control.planner import NoDrafts, Planner
+from infer.steps.serving import Serving
 
 
 class ProfiledEngine:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from infer.console.compare import Comparison, Pair, Run, Spread
-from infer.engine.stats import StepTimes
+from infer.steps.stats import StepTimes
 from scripts.benchmarks.comparison.systems import System, is_ours
 from scripts.benchmarks.prompts import Task
 

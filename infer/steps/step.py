@@ -12,15 +12,15 @@ from torch import Tensor
 
 from infer.batch.logprobs import token_logprobs
 from infer.batch.tree import Budget, DraftTree, VerifiedDraft
-from infer.engine.runner import Decoded, HostBatch, Runner
-from infer.engine.scheduler import Scheduler
-from infer.engine.stats import EngineStats
 from infer.processes.threads import Threads, cpu_threads
 from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
 from infer.sampling.emission import cut, without_forbidden
 from infer.sampling.isolation import INTERNAL, isolated, together
 from infer.speculation.speculator import Speculator
+from infer.steps.runner import Decoded, HostBatch, Runner
+from infer.steps.scheduler import Scheduler
+from infer.steps.stats import EngineStats
 from kernels.copies import select_rows, upload
 
 

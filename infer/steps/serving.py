@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from infer.config import EngineConfig
-from infer.engine.step import StepRunner
 from infer.kvcache.memory import EngineSizes
 from infer.processes.threads import Threads
 from infer.request import Request, SamplingParams, StepOutput
+from infer.steps.step import StepRunner
 from models.heads.base import Head
 from models.heads.draft_model.head import DraftModelHead
 from models.targets.llama import LlamaTarget

@@ -1,0 +1,1 @@
+"""One step of the engine: its phases, the scheduler, the runner of the target, and statistics."""
