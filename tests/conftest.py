@@ -41,6 +41,7 @@ from tests import forking
 from tests.device import orders
 from tests.gpu_hook import Hook
 from tests.interpreted import INTERPRETED, patching_once, scaled
+from tests.observed import Observer
 from tests.unchanged import Unchanged
 
 # No deadline: other processes may use the machine, so an example may take any time.
@@ -82,11 +83,13 @@ def interpret_faster() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     draft_always()
     config.pluginmanager.register(Unchanged(Path(__file__).resolve().parents[1]))
+    config.pluginmanager.register(Observer(records=config.getoption("record_coverage")))
     if told := orders(config):
         config.pluginmanager.register(Hook(told))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-coverage", action="store_true", help="write tests/coverage.txt: see tests/observed.py")
     parser.addoption(
         "--gpu-orders", type=json.loads, default={}, help="JSON, of tests/gpu_check.py: see tests/gpu_hook.py"
     )

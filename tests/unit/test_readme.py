@@ -200,6 +200,17 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
 
 
+def test_every_sentence_of_the_promises_has_a_link() -> None:
+    """To what shows it; `test_links_lead_somewhere` follows them. A title in bold is a sentence too."""
+    section = README[README.index("## What is promised") : README.index("## Limits")]
+    promises = re.split(r"^\d\. ", section, flags=re.MULTILINE)[1:]
+    assert len(promises) == 5
+    for promise in promises:
+        sentences = [sentence for sentence in re.split(r"\.(?:\*\*)?\s+", promise) if sentence]
+        assert len(sentences) >= 2
+        assert [sentence for sentence in sentences if "](" not in sentence] == []
+
+
 @pytest.mark.parametrize("page", MANUALS)
 def test_rows_of_a_table_have_the_cells_of_its_header(page: str) -> None:
     text = re.sub(r"```.*?```", "", MANUALS[page], flags=re.DOTALL)
