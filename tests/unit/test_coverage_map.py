@@ -79,6 +79,7 @@ def test_a_test_that_does_less_is_found(tiny_target_folder) -> None:
     assert facts - {"accepted", "rejected"} == {
         *("batch", "chain", "greedy", "p:ignore_eos", "p:max_tokens", "p:presence_penalty")
     }
-    assert missing({setting: facts}, watch.uses) == []
-    assert missing({setting: {*facts, "tree"}}, watch.uses) == [f"{'/'.join(setting)}: tree"]
-    assert missing({setting._replace(drafter="suffix"): {"greedy"}}, watch.uses)
+    test = "tests/lossless/test_trees.py::test_head_trees"
+    assert missing(test, {setting: facts}, watch.uses) == []
+    assert missing(test, {setting: {*facts, "tree"}}, watch.uses) == [f"{'/'.join(setting)}: tree"]
+    assert missing(test, {setting._replace(drafter="suffix"): {"greedy"}}, watch.uses)
