@@ -7,7 +7,7 @@ from typing import Any
 
 from infer.batch.params import MAX_SEED
 from infer.config import EngineCommandConfig, register
-from models.checks import number
+from models.checks import choice, number
 
 
 @dataclass
@@ -21,11 +21,23 @@ class ProveConfig(EngineCommandConfig):
     num_prompts: int = number(10, low=1)
     seed: int = number(0, low=0, high=MAX_SEED // 2)  # of sampled requests, and of their order
     repeat: str | None = None  # a failing case that an earlier run wrote; only that is run
+    # addresses of a running server, or of two, the second with drafts; only these are asked, and nothing is loaded
+    servers: list[str] = field(default_factory=list)
+    fields: Any = None  # of every request to them
+    plain_fields: Any = None  # of those without drafts: {speculative: {enabled: false}}
+    drafted_fields: Any = None  # of those with drafts
+    endpoint: str = choice("chat", "chat", "completions")
+    max_tokens: int = number(64, low=1)  # of an answer of theirs
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.requests:
             raise ValueError("requests=[]: name at least one number of requests")
+        if len(self.servers) > 2:
+            raise ValueError(f"servers={self.servers}: give one address, or two: without drafts, and with them")
+        for key in ("fields", "plain_fields", "drafted_fields"):
+            if not isinstance(getattr(self, key), dict | None):
+                raise ValueError(f"{key}={getattr(self, key)}: must be fields of a request, as {{temperature: 0}}")
         rule = self.proposer.acceptance
         if self.proposer.name in ("none", "synthetic"):
             raise ValueError(
