@@ -3,7 +3,7 @@
     python scripts/prove.py model=smollm2-135m
     python scripts/prove.py model=owner/name head=eagle3 minutes=30 files=[prompts.jsonl]
     python scripts/prove.py model=smollm2-135m repeat=outputs/proofs/smollm2-135m/case-1.json
-    python scripts/prove.py servers=[http://127.0.0.1:8000,http://127.0.0.1:8001]    # any OpenAI server, and one with drafts
+    python scripts/prove.py servers=[http://127.0.0.1:8000,http://127.0.0.1:8001]
 
 docs/prove.md says what is compared and how to read the certificate, which is written to <output_dir>/proofs/<model>/ as
 JSON and as a page. Exit code 1: something differs, or nothing is shown. Ctrl-C leaves the certificate of what was done.

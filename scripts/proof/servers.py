@@ -24,7 +24,7 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.7, "top
 # what not every server takes, in the order in which it is left out of requests that are refused
 EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
     "log-probabilities": {"chat": {"logprobs": True, "top_logprobs": 1}, "completions": {"logprobs": 1}},
-    "ids": dict.fromkeys(("chat", "completions"), {"return_token_ids": True}),
+    "ids": {endpoint: {"return_token_ids": True} for endpoint in ("chat", "completions")},
 }
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 REFUSED = (400, 422)
