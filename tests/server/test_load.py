@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,7 @@ import httpx
 from infer.config import EngineConfig
 from tests.pools import check_pool
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
-from tests.server.soak import SAMPLES, Report, soak
+from tests.server.soak import SAMPLES, Report, percentiles, read_turns, soak
 
 TOKENS = 24
 
@@ -73,6 +75,25 @@ def test_a_short_soak(make_server: MakeServer) -> None:
         assert hung_up
         wait_until(lambda: not server.engine.has_work)
         check_pool(server.engine._pool, [])
+
+
+def test_conversations_come_back_with_their_history(make_server: MakeServer, talking_target, tmp_path) -> None:
+    rows = [
+        {"messages": [{"role": role, "content": f"{n} {k}"} for k, role in enumerate(("user", "assistant", "user"))]}
+        for n in range(3)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "alone"}]))
+    turns = list(islice(read_turns([file], seed=3), 7))
+    assert sorted(len(turn) for turn in turns[:4]) == [1] * 4
+    assert sorted(len(turn) for turn in turns[4:]) == [3] * 3
+    assert all(turn[:1] in turns[:4] for turn in turns[4:])
+    with make_server(target=talking_target, proposer="suffix", engine=EngineConfig(max_batch=8)) as server:
+        report = asyncio.run(soak(server.url, seconds=4, clients=4, rate=10, turns=read_turns([file], seed=3)))
+        assert report.problems == []
+        assert report.statuses[200] > 10
+        assert len(percentiles(report.first)) == len(percentiles(report.between)) == 3
+        assert all(value > 0 for value in percentiles(report.first))
 
 
 def test_a_leak_is_seen() -> None:
