@@ -150,6 +150,11 @@ def runs_in_c(head_dim: int, dtype: torch.dtype, device: torch.device, value_dim
     return lib is not None and bool(lib.attention_takes(head_dim, value_dim or head_dim))
 
 
+def slots_between(cache: Tensor) -> int:
+    """Return how many slots of `[2, nkv, slots, D]` lie from a head's to those of the next."""
+    return cache.stride(1) // cache.shape[3]
+
+
 class NativeAttention:
     """The plan of one step in C: addresses are computed once, then there is one call per layer.
 
@@ -198,7 +203,7 @@ class NativeAttention:
         a = self.arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
-        a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
+        a.slots, a.kind, a.scale, a.window = slots_between(cache), KINDS[cache.dtype], scale, window or 0
         sinks = None if sinks is None else sinks.float().contiguous()
         a.sinks = address(sinks)
         self._call(self._address)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention
+from kernels.attention import slots_between
 from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
@@ -240,7 +241,7 @@ class NativeDecoder:
         stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
             stream_pointers[layer] = stream.data_ptr()
-        numbers = {"rows": rows, "slots": caches[0].shape[2], "threads": threads}
+        numbers = {"rows": rows, "slots": slots_between(caches[0]), "threads": threads}
         a = copied(self._arguments, addresses | numbers)
         a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
         return a, (buffer, cache_pointers, stream_pointers, attention)

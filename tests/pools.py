@@ -13,10 +13,10 @@ from infer.request import Request
 def check_pages(pages: Pages, held: Iterable[int]) -> None:
     """Assert that every page is free, cached or held. `held`: pages of running requests, once per holder."""
     holders = Counter(held)
-    assert all(pages._holders[page] == holders[page] for page in range(1, pages.count + 1)), "holders miscounted"
+    assert all(pages._holders[page] == holders[page] for page in pages.ids), "holders miscounted"
     unheld = set(pages._unheld)
     assert not unheld & set(holders), "a held page could be taken"
-    assert sorted([*holders, *pages._free, *unheld]) == list(range(1, pages.count + 1)), "pages leaked"
+    assert sorted([*holders, *pages._free, *unheld]) == sorted(pages.ids), "pages leaked"
     assert unheld <= set(pages._key_of) == set(pages._value_of), "an unknown page is kept"
     assert {page: key for key, page in pages._page_of.items()} == pages._key_of
 

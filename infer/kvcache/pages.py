@@ -37,13 +37,13 @@ class PageKeys:
 
 
 class Pages:
-    """Pages 1 .. `count`. The cost of no method depends on the number of pages."""
+    """Pages of these `ids`. The cost of no method depends on the number of pages."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = ids
         self.secret = secrets.token_bytes(32)
-        self._free = list(range(count, 0, -1))
-        self._holders = [0] * (count + 1)
+        self._free = list(reversed(ids))
+        self._holders = dict.fromkeys(ids, 0)
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._value_of: dict[int, Any] = {}

@@ -32,7 +32,7 @@ class KVPool:
     def __init__(self, layers: KVLayers, *, max_requests: int, max_positions: int) -> None:
         self.page_size, self.num_pages, self.device = layers.page_size, layers.num_pages, layers.device
         self.layers = layers
-        self.pages = Pages(self.num_pages)
+        self.pages = Pages(layers.page_ids)
         width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
         # One more row than requests: a dummy request, all of whose pages are the null block.
         self.table = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=self.device)

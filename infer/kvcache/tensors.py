@@ -19,6 +19,7 @@ from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
+from kernels.slots import SlotRuns
 from models.attention import WriteKeys
 
 
@@ -47,21 +48,20 @@ class KVLayers:
     ) -> None:
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
-        slots = (num_pages + 1) * page_size
         self._shapes = tuple(shapes)
         # Adjacent layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
-        self._tree_stacks = [
-            self.zeros(len(list(group)), shape.vectors, shape.kv_heads, slots, shape.head_dim)
-            for shape, group in itertools.groupby(shapes[:tree_layers])
-        ]
-        self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            self.zeros(shape.vectors, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
-        ]
+        stacks = [(len(list(group)), shape) for shape, group in itertools.groupby(shapes[:tree_layers])]
+        others = [(1, shape) for shape in shapes[tree_layers:]]
+        memory = SlotRuns([*stacks, *others], num_pages + 1, page_size, device)
+        self.page_ids = memory.page_ids
+        self._tree_stacks = [memory.zeros(*stack, self._kv_dtype) for stack in stacks]
+        tensors = [*self._tree_stacks, *(memory.zeros(*other, self._kv_dtype) for other in others)]
+        self.caches = [cache for tensor in tensors for cache in tensor]
 
-    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu":
-            return zeros(shape, dtype or self._kv_dtype)
-        return torch.zeros(*shape, dtype=dtype or self._kv_dtype, device=self.device)
+            return zeros(shape, dtype)
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def free(self) -> None:
         """Free the memory, whoever still refers to these layers."""

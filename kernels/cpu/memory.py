@@ -1,6 +1,7 @@
 """Allocation in huge pages (Linux): every step reads all weights and keys, and each page costs an address translation.
 
-A target's matrices are small compared with a huge page, so they are allocated one after another.
+A target's matrices are small compared with a huge page, so they are allocated one after another. What has few bytes in
+each huge page that it touches is allocated in small ones.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Memory:
         return block.view(dtype).view(*shape)
 
 
-def chunk(size: int) -> Tensor:
-    """Allocate `[size]` zero bytes, aligned to a huge page."""
+def chunk(size: int, *, huge: bool = True) -> Tensor:
+    """Allocate `[size]` zero bytes, aligned to a huge page. They take memory where they are written."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     mapping = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # raised by a system without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     buffer = torch.frombuffer(mapping, dtype=torch.uint8)
     return buffer[-buffer.data_ptr() % PAGE :][:size]
 
@@ -56,6 +57,10 @@ def _memory() -> Memory:
     return Memory()
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def zeros(shape: Sequence[int], dtype: torch.dtype, *, huge: bool = True) -> Tensor:
     """Allocate zeros for long-lived tensors that are read repeatedly."""
-    return _memory().zeros(shape, dtype) if hasattr(mmap, "MADV_HUGEPAGE") else torch.zeros(*shape, dtype=dtype)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(*shape, dtype=dtype)
+    if huge:
+        return _memory().zeros(shape, dtype)
+    return chunk(math.prod(shape) * dtype.itemsize, huge=False).view(dtype).view(*shape)

@@ -47,10 +47,10 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not scheduler.waiting
     assert sorted(scheduler._free_rows) == list(range(engine.config.max_batch))
     check_pool(engine._pool, [])
-    assert pages.free == pages.count
+    assert pages.free == len(pages.ids)
     assert not kept(engine)
     states = (each for each in held_by(engine) if isinstance(each, ProposerState))
     assert {type(state) for state in states} <= {ProposerState}
     pages.clear_cache()
-    assert len(pages._free) == pages.count
+    assert len(pages._free) == len(pages.ids)
     assert not any((pages._key_of, pages._page_of, pages._value_of))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.kvcache.memory import GIB, MIB, DeviceFacts, engine_sizes, plan_memory, weight_bytes, workspace_bytes
+from infer.kvcache.pool import KVPool
+from infer.kvcache.tensors import KVLayers
 from kernels.attention import LayerShape
+from kernels.copies import read_slots, write_kv
 from models.config import TargetConfig
 from models.layers import pack
 from models.targets import load_target
@@ -72,8 +78,8 @@ def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, 
     target = load_target(str(tiny_target_folder))
     small = EngineConfig(max_tokens_in_cache=4096)
     engine = Engine(target, head=load_head(tiny_head_folder, target=target), config=small)
-    held = sum(cache.numel() * cache.element_size() for cache in engine._pool.layers.caches)
-    assert held == engine.memory.kv
+    slots = (engine.memory.pages + 1) * small.page_size
+    assert slots * sum(cache[:, :, 0].nbytes for cache in engine._pool.layers.caches) == engine.memory.kv
     assert engine.memory.weights > weight_bytes(target)  # it includes the head's
     monkeypatch.setattr("infer.processes.target_worker.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"engine\.max_tokens_in_cache"):
@@ -118,3 +124,26 @@ def test_sizes_that_are_left_open_fit_those_that_are_not():
     assert engine_sizes(EngineConfig(max_batch=600), 512, DeviceFacts("cpu", None, 2**20))[:2] == (256, 600)
     with pytest.raises(ValueError, match=r"engine\.max_rows=100: must hold engine\.prefill_chunk=300 rows"):
         EngineConfig(prefill_chunk=300, max_rows=100)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory as Linux counts it")
+def test_the_cache_takes_memory_for_the_tokens_in_it():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    shape = LayerShape(3, 64)
+    kv = KVLayers(
+        [shape] * 31, tree_layers=30, num_pages=4096, page_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    pool = KVPool(kv, max_requests=2, max_positions=2048)
+    before, taken = resident(), pool.pages.take(100)
+    slots = torch.tensor([page * 16 + offset for page in taken for offset in range(16)])
+    keys = torch.randn(31, len(slots), 3, 64).bfloat16()
+    for cache, each in zip(kv.caches, keys, strict=True):
+        write_kv(cache, slots, each, -each)
+    assert resident() - before < 80 * MIB  # 2048 tokens of 23 KiB, where one huge page of each head is 372 MiB
+    for cache, each in zip(kv.caches, keys, strict=True):
+        assert read_slots(cache, slots).equal(torch.stack([each, -each]).transpose(1, 2))
+    (last,) = pool.pages.take(3996)[-1:]
+    kv.copy(taken[0] * 16, last * 16, 16)
+    assert all(cache[:, :, last * 16 :][:, :, :16].equal(cache[:, :, slots[:16]]) for cache in kv.caches)

@@ -17,7 +17,7 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pages = Pages(COUNT)
+        self.pages = Pages(range(1, COUNT + 1))
         self.held: list[list[int]] = []
         self.content: dict[bytes, int] = {}
         self.num_keys = 0
@@ -87,7 +87,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def test_the_page_let_go_first_is_reused_first_and_prefixes_outlive_what_follows():
-    pages = Pages(4)
+    pages = Pages(range(1, 5))
     group = pages.take(3)
     for index, page in enumerate(group):
         pages.publish(page, bytes([index]) * 16, None)
