@@ -299,9 +299,9 @@ class RotaryEmbedding:
     def _build(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rope, head_dim, length = self._sizes
         inverse, factor = rope_frequencies(rope, head_dim, length)
-        angles = torch.outer(torch.arange(length).float(), inverse)
-        angles = torch.cat([angles, angles], dim=-1)  # [P, D]
-        return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+        angles = torch.outer(torch.arange(length).float(), inverse)  # [P, D / 2]
+        cos, sin = ((turned(angles) * factor).to(device, dtype) for turned in (torch.cos, torch.sin))
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
 class Unrotated(RotaryEmbedding):
