@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,10 @@ def load_parts(
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     if proposer.draft_model is not None:
         loaded_draft = load_draft_model(proposer, target, tokenizer.result(), engine or EngineConfig())
-    return Loaded(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
+    loaded = Loaded(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
+    if opened := sys.modules.get("models.gguf.file"):
+        opened.forget_files()
+    return loaded
 
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
