@@ -36,7 +36,7 @@ MOST_FAULTS = 3  # cells that differ, after which no further one is run
 def run(config: ProveConfig) -> None:
     begin = time.monotonic()
     if config.servers:
-        from scripts.proof.asking import ask_servers
+        from scripts.proof.servers.asking import ask_servers
 
         return ask_servers(config, begin + 60 * config.minutes)
     print(f"loading {config.model.name} ...", file=sys.stderr, flush=True)

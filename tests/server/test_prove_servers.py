@@ -15,7 +15,7 @@ from infer.options.cli import compose
 from infer.sampling import choose
 from scripts import prove
 from scripts.proof.config import ProveConfig
-from scripts.proof.servers import Reply, compare, read_reply, summary
+from scripts.proof.servers.answers import Reply, compare, read_reply, summary
 from tests.server.harness import MODEL
 
 SWITCH = "plain_fields={speculative:{enabled:false}}"
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_what_was_asked(asked: Asked, monkeypatch, tmp_path) -> No
     def interrupted(*parts):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scripts.proof.servers.record", interrupted)
+    monkeypatch.setattr("scripts.proof.servers.answers.record", interrupted)
     with pytest.raises(KeyboardInterrupt):
         asked()
     record = json.loads((tmp_path / "proofs" / f"server-{MODEL}" / "servers.json").read_text())

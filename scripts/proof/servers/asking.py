@@ -18,7 +18,7 @@ from infer.settings.paths import resolve_path, short
 from scripts.benchmarks.document import without_folders
 from scripts.proof.config import ProveConfig
 from scripts.proof.page import STYLE, table
-from scripts.proof.servers import Address, digest, measure, read_prompts, sides_of, summary
+from scripts.proof.servers.answers import Address, digest, measure, read_prompts, sides_of, summary
 
 HEADER = (
     *("sampling", "drafts", "clients", "answers", "part", "at token", "rest that differs", "log-probability there"),
