@@ -59,9 +59,7 @@ class KVLayers:
         self.caches = [cache for tensor in tensors for cache in tensor]
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
-            return zeros(shape, dtype)
-        return torch.zeros(*shape, dtype=dtype, device=self.device)
+        return zeros(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=self.device)
 
     def free(self) -> None:
         """Free the memory, whoever still refers to these layers."""
