@@ -1,5 +1,7 @@
 """Checks this machine for problems and prints a one-line fix for each: python scripts/doctor.py [--json]
 
+With --memory MODEL [--head HEAD] [--proposer NAME] it runs a model instead, and says what memory each part takes.
+
 Compares installed versions with the bounds of pyproject.toml, lists devices, tries a layer of each kind on the CPU, and
 checks for known pitfalls. Changes nothing. The exit code is 1 if something is broken, and 0 if there are only warnings.
 """
@@ -11,7 +13,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.options.environment  # noqa: F401
+import infer.options.environment
 
 # isort: split
 
@@ -283,10 +285,60 @@ def check_layer(trial: Trial, *, has_kernels: bool) -> Check:
     return Check(name, "ok", f"{detail}, slow ({trial.slower})")
 
 
+def resident() -> dict[str, float]:
+    """Return this process's resident MiB, and of it what lies in huge pages and what belongs to files (Linux)."""
+    lines = map(str.split, Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    sizes = {name.rstrip(":"): int(kib) / 1024 for name, kib, *_ in lines}
+    return {"MiB": sizes["Rss"], "huge": sizes["AnonHugePages"], "files": sizes["Rss"] - sizes["Anonymous"]}
+
+
+def memory_by_part(model: str, head: str | None, proposer: str, tokens: int = 200) -> Iterator[tuple[str, float, dict]]:
+    """Load and run an engine as the commands do; yield each part, the MiB that it added, and `resident` after it."""
+    before = 0.0
+
+    def part(name: str) -> tuple[str, float, dict]:
+        nonlocal before
+        now, last = resident(), before
+        before = now["MiB"]
+        return name, before - last, now
+
+    yield part("Python")
+    import torch  # noqa: F401
+
+    yield part("torch")
+    from infer.batch.params import SamplingParams
+    from infer.engine import Engine
+
+    yield part("Headway and other libraries")
+    engine = Engine.load(model, head, None, proposer, profile=False)
+    infer.options.environment.wake_collector()
+    yield part(f"models and tokenizer (weights: {engine.memory.weights / 2**20:.0f})")
+    engine.profile()
+    infer.options.environment.wake_collector()
+    yield part("profile of costs, if none was stored")
+    prompts, params = [[n, *range(20, 43)] for n in range(16)], SamplingParams(max_tokens=tokens, ignore_eos=True)
+    per_token = engine.memory.kv / (engine.memory.pages + 1) / engine.config.page_size / 2**20
+    one_by_one = [[prompt] for prompt in prompts[1:8]]
+    for name, batches in (("first", [prompts[:1]]), ("next seven", one_by_one), ("eight at once", [prompts[8:]])):
+        for batch in batches:
+            engine.generate(batch, params)
+        yield part(f"answers: {name} (KV: {per_token * sum(map(len, batches)) * (24 + tokens):.0f})")
+    engine.close()
+
+
 def main(argv: list[str]) -> int:
     parser = command_line("doctor.py", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    as_json = parser.parse_args(argv).json
+    parser.add_argument("--memory", metavar="MODEL", help="load and run this model and say what memory each part takes")
+    parser.add_argument("--head", help="of the model, with --memory")
+    parser.add_argument("--proposer", default="auto", help="with --memory (default: auto)")
+    arguments = parser.parse_args(argv)
+    if arguments.memory:
+        for name, more, now in memory_by_part(arguments.memory, arguments.head, arguments.proposer):
+            of_it = f"{now['huge']:.0f} in huge pages, {now['files']:.0f} of files"
+            print(f"{name:<44} {more:+7.0f}  {now['MiB']:6.0f} MiB, {of_it}", flush=True)
+        return 0
+    as_json = arguments.json
     checks = run_checks()
     broken = any(check.status == "broken" for check in checks)
     if as_json:
