@@ -260,3 +260,10 @@ def started_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
         return pids
 
     return started
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Return the id of dtypes and shapes: here, since a folder's hook counts for all that is collected after it, and
+    tests/coverage.txt knows tests by their ids.
+    """
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype | tuple) else None

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from kernels.cpu import library as building
 from kernels.cpu.level import LEVELS, level
@@ -86,7 +85,3 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     if isinstance(compared := pyfuncitem.funcargs.get("compare"), Comparisons):
         compared.check()
     return result
-
-
-def pytest_make_parametrize_id(val: object) -> str | None:
-    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype | tuple) else None
