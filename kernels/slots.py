@@ -20,9 +20,10 @@ RUN = 128  # pages: in shorter runs the hardware fetches ahead less, and a long 
 
 
 class SlotRuns:
-    """Slots of `pages` pages, the null block's included, for stacks of layers of one shape, given by number and shape.
+    """Slots of `pages` pages, the null block's included, counted for stacks of layers, given by number and shape.
 
-    `page_ids`: of all pages but the null block, so that a slot is page * page_size + offset.
+    `page_ids`: of all pages but the null block, so that a slot is page * page_size + offset. Ranks have the same ones if
+    they are counted for the layers that all have: the target's.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class SlotRuns:
         if self._device.type != "cpu":
             return torch.zeros(sizes, dtype=dtype, device=self._device)
         heads, head = heads_of(layers, shape), slots * dim
+        if self._runs > 1 and heads > self._heads:  # a drafter's layer that has no room between runs
+            return zeros(sizes, dtype, huge=False)
         between, huge = (self._heads, 2 * heads > self._heads) if self._runs > 1 else (heads, True)
         memory = zeros((self._runs, between, head), dtype, huge=huge)
         return memory.as_strided(sizes, (shape.vectors * shape.kv_heads * head, shape.kv_heads * head, head, dim, 1))

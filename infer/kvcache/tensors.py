@@ -52,7 +52,7 @@ class KVLayers:
         # Adjacent layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         stacks = [(len(list(group)), shape) for shape, group in itertools.groupby(shapes[:tree_layers])]
         others = [(1, shape) for shape in shapes[tree_layers:]]
-        memory = SlotRuns([*stacks, *others], num_pages + 1, page_size, device)
+        memory = SlotRuns(stacks or others, num_pages + 1, page_size, device)
         self.page_ids = memory.page_ids
         self._tree_stacks = [memory.zeros(*stack, self._kv_dtype) for stack in stacks]
         tensors = [*self._tree_stacks, *(memory.zeros(*other, self._kv_dtype) for other in others)]

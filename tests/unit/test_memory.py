@@ -147,3 +147,21 @@ def test_the_cache_takes_memory_for_the_tokens_in_it():
     (last,) = pool.pages.take(3996)[-1:]
     kv.copy(taken[0] * 16, last * 16, 16)
     assert all(cache[:, :, last * 16 :][:, :, :16].equal(cache[:, :, slots[:16]]) for cache in kv.caches)
+
+
+def test_page_ids_do_not_depend_on_the_drafters_layers():
+    """A rank without the drafter is told the pages of one that has it."""
+
+    def layers(*drafter: LayerShape) -> KVLayers:
+        shapes = [LayerShape(1, 16)] * 2 + list(drafter)
+        sizes = {"num_pages": 300, "page_size": 16, "dtype": torch.float32, "device": torch.device("cpu")}
+        return KVLayers(shapes, tree_layers=2, **sizes)
+
+    wide = layers(LayerShape(7, 16), LayerShape(2, 16))
+    assert wide.page_ids == layers().page_ids
+    slots = torch.tensor([page * 16 for page in wide.page_ids])
+    written = [torch.randn(len(slots), cache.shape[1], 16) for cache in wide.caches]
+    for cache, each in zip(wide.caches, written, strict=True):
+        write_kv(cache, slots, each, -each)
+    for cache, each in zip(wide.caches, written, strict=True):
+        assert read_slots(cache, slots).equal(torch.stack([each, -each]).transpose(1, 2))
