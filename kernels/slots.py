@@ -22,7 +22,7 @@ RUN = 128  # pages: in shorter runs the hardware fetches ahead less, and a long 
 class SlotRuns:
     """Slots of `pages` pages, the null block's included, counted for stacks of layers, given by number and shape.
 
-    `page_ids`: of all pages but the null block, so that a slot is page * page_size + offset. Ranks have the same ones if
+    `page_ids`: of all pages but the null block, so that a slot is page * page_size + offset. Ranks have the same if
     they are counted for the layers that all have: the target's.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from models.tokenizer import Tokenizer
 from scripts.proof.config import ProveConfig
@@ -46,6 +47,6 @@ def built_in(tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
             yield ids
 
 
-def digest(prompts: Sequence[Sequence[int]]) -> str:
-    """Return the SHA-256 of the prompts' ids, as JSON without spaces."""
-    return hashlib.sha256(json.dumps([list(ids) for ids in prompts], separators=(",", ":")).encode()).hexdigest()
+def digest(prompts: Sequence[Any]) -> str:
+    """Return the SHA-256 of the prompts, ids or messages, as JSON without spaces."""
+    return hashlib.sha256(json.dumps(prompts, separators=(",", ":")).encode()).hexdigest()

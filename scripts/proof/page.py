@@ -41,8 +41,6 @@ def page(record: Mapping[str, Any]) -> str:
     title = f"Drafts and plain decoding: {target['name']}"
     bad = record["faults"] or not record["complete"] or not record["counted"]["equal"]
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
-        f"<h1>{escape(title)}</h1><p class='verdict{' bad' if bad else ''}'>{escape(record['verdict'])}</p>",
         *(f"<p class='different'>{escape(fault)}</p>" for fault in record["faults"]),
         table(["what", "which"], facts.items()),
         "<h2>Cells: each request with drafts in a batch, and decoded plainly and alone</h2>",
@@ -57,7 +55,15 @@ def page(record: Mapping[str, Any]) -> str:
         *(accepted(name, each) for name, each in record["acceptance"].items()),
         "<h2>Files</h2>" + table(["file", "SHA-256"], files.items()),
     ]
-    return "\n".join([*parts, "</html>\n"])
+    return document(title, [record["verdict"]], parts, bad=bool(bad))
+
+
+def document(title: str, verdict: Iterable[str], parts: Iterable[str], *, bad: bool) -> str:
+    """Return a page with the lines of its verdict, and its parts in HTML."""
+    said = "<br>".join(map(escape, verdict))
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
+    lines = [head, f"<h1>{escape(title)}</h1><p class='verdict{' bad' if bad else ''}'>{said}</p>", *parts]
+    return "\n".join([*lines, "</html>\n"])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

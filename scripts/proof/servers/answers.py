@@ -6,8 +6,6 @@ compared where a server returns them, else the tokens of its log-probabilities, 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,7 +169,7 @@ def measure(
             before = address.counted()
             replies = address.ask_all(prompts, sampling, clients)
             drafts = drafted(replies, before, address.counted()) if side == DRAFTED else None
-            yield record(sampling, side, clients, compare(reference, replies), [*reference, *replies], drafts)
+            yield record(sampling, side, clients, reference, replies, drafts)
 
 
 def drafted(
@@ -185,17 +183,22 @@ def drafted(
 
 
 def record(
-    sampling: str, side: str, clients: int, compared: Any, replies: Sequence[Reply], drafts: tuple[int, int] | None
+    sampling: str,
+    side: str,
+    clients: int,
+    reference: Sequence[Reply],
+    replies: Sequence[Reply],
+    drafts: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    partings, noise, other = compared
-    answers, errors = len(replies) // 2, [reply.error for reply in replies if reply.error]
+    partings, noise, other = compare(reference, replies)
+    errors = [reply.error for reply in (*reference, *replies) if reply.error]
     different = bool(partings or other or errors)
     idle = side == DRAFTED and drafts is not None and not (drafts[1] and drafts[0] > drafts[1])
     return {
         "sampling": sampling,
         "side": side,
         "clients": clients,
-        "answers": answers,
+        "answers": len(replies),
         "parted": len(partings),
         "place": statistics.median(each.place for each in partings) if partings else None,
         "rest": statistics.mean(1 - each.place / max(1, each.length) for each in partings) if partings else None,
@@ -260,7 +263,3 @@ def read_prompts(config: ProveConfig) -> list[Any]:
         messages = chat or [{"role": "user", "content": text}]
         prompts.append(messages if config.endpoint == "chat" else text or chat[-1]["content"])
     return prompts
-
-
-def digest(prompts: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(prompts, separators=(",", ":")).encode()).hexdigest()

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 from tqdm import tqdm
@@ -17,8 +16,9 @@ from tqdm import tqdm
 from infer.settings.paths import resolve_path, short
 from scripts.benchmarks.document import without_folders
 from scripts.proof.config import ProveConfig
-from scripts.proof.page import STYLE, table
-from scripts.proof.servers.answers import Address, digest, measure, read_prompts, sides_of, summary
+from scripts.proof.mix import digest
+from scripts.proof.page import document, table
+from scripts.proof.servers.answers import Address, measure, read_prompts, sides_of, summary
 
 HEADER = (
     *("sampling", "drafts", "clients", "answers", "part", "at token", "rest that differs", "log-probability there"),
@@ -89,17 +89,12 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the page of a record of `write`."""
     bad = any(cell["result"] != "equal" for cell in record["cells"])
     facts = {**record["servers"], "prompts": record["prompts"], "command": record["command"], "date": record["date"]}
-    title = "Answers of servers, alone and together"
-    return "\n".join(
-        [
-            f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>",
-            f"<h1>{title}</h1><p class='verdict{' bad' if bad else ''}'>{'<br>'.join(map(escape, record['said']))}</p>",
-            table(["what", "which"], facts.items()),
-            "<h2>Each answer beside that of the first server to one client without drafts</h2>",
-            table(HEADER, map(row_of, record["cells"])),
-            "</html>\n",
-        ]
-    )
+    parts = [
+        table(["what", "which"], facts.items()),
+        "<h2>Each answer beside that of the first server to one client without drafts</h2>",
+        table(HEADER, map(row_of, record["cells"])),
+    ]
+    return document("Answers of servers, alone and together", record["said"], parts, bad=bad)
 
 
 def row_of(cell: Mapping[str, Any]) -> list[Any]:
