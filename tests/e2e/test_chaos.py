@@ -53,11 +53,22 @@ def test_ctrl_c_reports_what_was_done(
     tiny_target_folder: Path, tmp_path: Path, started_here: Callable[[], list[int]]
 ) -> None:
     words = command(tiny_target_folder, tmp_path, "rounds=1000", "faults=['server: clients hang up']")
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "server: clients hang up: 8 complete" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=600)
+    with subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background tests ignore it
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert "server: clients hang up: 8 complete" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=600)
+        except BaseException:
+            process.terminate()  # it then ends its servers, as after Ctrl-C
+            raise
     assert process.returncode == 130
     assert "incomplete: it was interrupted; report: " in out
     assert json.loads((tmp_path / "chaos" / "tiny" / "report.json").read_text())["faults"]
