@@ -16,15 +16,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from infer.json_schema import keywords
 from infer.settings.paths import REPO_ROOT
-from kernels.cpu.level import LEVELS
-from scripts.benchmarks.document import RESULTS, describe_level, markdown
+from kernels.cpu.level import LEVELS, SWITCH
+from scripts.benchmarks.document import RESULTS, markdown
 
+LEVEL_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AVX-512 and AMX"}
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
 PAGES = (
     *(REPO_ROOT / folder / "README.md" for folder in FOLDERS),
@@ -210,6 +211,13 @@ def blocks(names: list[str], folder: Path, level: str = "") -> str:
         which = f"level {level} has no" if level else "no level of processors has"
         raise ValueError(f"table {' '.join(names)}: {which} results of all of them")
     return "\n".join(block([of_name[name] for of_name in files], folder) for name in levels)
+
+
+def describe_level(machine: Mapping[str, Any]) -> str:
+    """Return the caption of a table that was measured on a machine of `describe_machine`."""
+    on = f"{machine['cpu']}, {machine['cores']} cores"
+    name = LEVEL_NAMES.get(machine["level"], machine["level"])
+    return f"{name}: {SWITCH}={machine['level']} on {on}" if machine["lowered"] else f"{name}: {on}"
 
 
 def block(files: list[Path], folder: Path) -> str:

@@ -12,12 +12,11 @@ from typing import Any
 
 from infer.console.command_words import portable_path
 from infer.settings.paths import REPO_ROOT
-from kernels.cpu.level import SWITCH, level, machine_level, processor_flags
+from kernels.cpu.level import level, machine_level, processor_flags
 from train.publishing.provenance import git_state, versions
 
 RESULTS = REPO_ROOT / "scripts" / "results"
 ZEN = {"23": "Zen 2 or older", "26": "Zen 5"}  # AMD's families of processors but one, which holds two kinds
-LEVEL_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AVX-512 and AMX"}
 
 
 def generation(cpuinfo: str) -> str | None:
@@ -67,13 +66,6 @@ def without_folders(value: Any) -> Any:
     if not isinstance(value, str) or not Path(value).is_absolute():
         return value
     return portable_path(value) or Path(value).name
-
-
-def describe_level(machine: Mapping[str, Any]) -> str:
-    """Return the caption of a table that was measured on a machine of `describe_machine`."""
-    on = f"{machine['cpu']}, {machine['cores']} cores"
-    name = LEVEL_NAMES.get(machine["level"], machine["level"])
-    return f"{name}: {SWITCH}={machine['level']} on {on}" if machine["lowered"] else f"{name}: {on}"
 
 
 def result_file(save: str, model: str, machine: Mapping[str, Any]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernels.cpu.level import machine_level
-from scripts.benchmarks.document import describe_level, describe_machine, generation, result_file
+from scripts.benchmarks.document import describe_machine, generation, result_file
 from tests import manual_tables as tables
 
 EPYC = "vendor_id\t: AuthenticAMD\ncpu family\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 {}\n"
@@ -38,8 +38,8 @@ def test_a_result_names_its_level_and_whether_it_was_lowered(monkeypatch: pytest
     if machine["level"] is not None:
         assert describe_machine()["lowered"] == (machine_level() != "baseline")
     lowered, itself = machine | {"level": "avx2", "lowered": True}, machine | {"level": "avx512", "lowered": False}
-    assert describe_level(lowered) == "AVX2: HEADWAY_CPU_LEVEL=avx2 on AMD EPYC (Zen 4), 2 cores"
-    assert describe_level(itself) == "AVX-512: AMD EPYC (Zen 4), 2 cores"
+    assert tables.describe_level(lowered) == "AVX2: HEADWAY_CPU_LEVEL=avx2 on AMD EPYC (Zen 4), 2 cores"
+    assert tables.describe_level(itself) == "AVX-512: AMD EPYC (Zen 4), 2 cores"
     names = [result_file("few", "demo", machine).name.rsplit("_", 1)[0] for machine in (lowered, itself)]
     assert names == ["few-demo_2-core-avx2-lowered", "few-demo_2-core-avx512"]
 
