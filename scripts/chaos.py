@@ -17,6 +17,7 @@ import infer.options.environment  # noqa: F401
 # isort: split
 
 import json
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ def main(config: ChaosConfig) -> None:
     folder = resolve_path(config.output_dir) / "chaos" / config.model.name
     report: dict[str, Any] = {"seed": config.seed, "model": config.model.name, "unfinished": "it was interrupted"}
     report |= {"faults": {}, "broken": []}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it too ends what was started
     lab = Lab(folder, config.seed)
     words = [word for word in sys.argv[1:] if word.startswith("model")] or ["model=demo"]
     parts = [Servers(lab, config.model.name, words, config.clients), Trainings(lab, words)]

@@ -285,44 +285,37 @@ def check_layer(trial: Trial, *, has_kernels: bool) -> Check:
     return Check(name, "ok", f"{detail}, slow ({trial.slower})")
 
 
-def resident() -> dict[str, float]:
-    """Return this process's resident MiB, and of it what lies in huge pages and what belongs to files (Linux)."""
-    lines = map(str.split, Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    sizes = {name.rstrip(":"): int(kib) / 1024 for name, kib, *_ in lines}
-    return {"MiB": sizes["Rss"], "huge": sizes["AnonHugePages"], "files": sizes["Rss"] - sizes["Anonymous"]}
-
-
-def memory_by_part(model: str, head: str | None, proposer: str, tokens: int = 200) -> Iterator[tuple[str, float, dict]]:
-    """Load and run an engine as the commands do; yield each part, the MiB that it added, and `resident` after it."""
+def memory_by_part(model: str, head: str | None, proposer: str, tokens=200) -> Iterator[tuple[str, float, float]]:
+    """Load and run an engine as the commands do; yield each part, the MiB that it added, and all that are resident."""
     before = 0.0
+    for part in parts_of_memory(model, head, proposer, tokens):
+        now = infer.options.environment.process_bytes("VmRSS") / 2**20
+        yield part, now - before, now
+        before = now
 
-    def part(name: str) -> tuple[str, float, dict]:
-        nonlocal before
-        now, last = resident(), before
-        before = now["MiB"]
-        return name, before - last, now
 
-    yield part("Python")
+def parts_of_memory(model: str, head: str | None, proposer: str, tokens: int) -> Iterator[str]:
+    yield "Python"
     import torch  # noqa: F401
 
-    yield part("torch")
+    yield "torch"
     from infer.batch.params import SamplingParams
     from infer.engine import Engine
 
-    yield part("Headway and other libraries")
+    yield "Headway and other libraries"
     engine = Engine.load(model, head, None, proposer, profile=False)
     infer.options.environment.wake_collector()
-    yield part(f"models and tokenizer (weights: {engine.memory.weights / 2**20:.0f})")
+    yield f"models and tokenizer (weights: {engine.memory.weights / 2**20:.0f})"
     engine.profile()
     infer.options.environment.wake_collector()
-    yield part("profile of costs, if none was stored")
+    yield "profile of costs, if none was stored"
     prompts, params = [[n, *range(20, 43)] for n in range(16)], SamplingParams(max_tokens=tokens, ignore_eos=True)
     per_token = engine.memory.kv / (engine.memory.pages + 1) / engine.config.page_size / 2**20
-    one_by_one = [[prompt] for prompt in prompts[1:8]]
-    for name, batches in (("first", [prompts[:1]]), ("next seven", one_by_one), ("eight at once", [prompts[8:]])):
+    groups = {"first": [prompts[:1]], "next seven": [[each] for each in prompts[1:8]], "eight at once": [prompts[8:]]}
+    for name, batches in groups.items():
         for batch in batches:
             engine.generate(batch, params)
-        yield part(f"answers: {name} (KV: {per_token * sum(map(len, batches)) * (24 + tokens):.0f})")
+        yield f"answers: {name} (KV: {per_token * sum(map(len, batches)) * (24 + tokens):.0f})"
     engine.close()
 
 
@@ -335,8 +328,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.memory:
         for name, more, now in memory_by_part(arguments.memory, arguments.head, arguments.proposer):
-            of_it = f"{now['huge']:.0f} in huge pages, {now['files']:.0f} of files"
-            print(f"{name:<44} {more:+7.0f}  {now['MiB']:6.0f} MiB, {of_it}", flush=True)
+            print(f"{name:<44} {more:+7.0f}  {now:6.0f} MiB", flush=True)
         return 0
     as_json = arguments.json
     checks = run_checks()

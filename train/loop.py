@@ -41,7 +41,7 @@ from train.features.online import online_features
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.memory_plan import out_of_memory
-from train.planning.plan import check_plan, depth_note, readable, refuse
+from train.planning.plan import check_plan, describe_plan, readable, refuse
 from train.planning.precision import choose_precision
 from train.planning.time_limit import time_limit
 from train.preparation.prepare import feature_recorder, prepare, start_engine, trial_data
@@ -133,8 +133,8 @@ class Run:
             self.resources.enter_context(run_folder.open_run(config))
         accelerator.wait_for_everyone()
         log_main(accelerator, f"run {config.run}: {self.folder}")
-        if note := depth_note(config):
-            self._log(note)
+        if config.stage == "all":
+            self._log("\n".join(describe_plan(config)))
         engine = start_engine(config, accelerator, self.resources)
         recorder = feature_recorder(config, engine)
         limit = partial(time_limit, config, engine, self.started, recording=recorder is not None)

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from infer.devices import free_bytes
+from infer.options.environment import process_bytes
 from models.heads.base import Head
 from models.heads.weights import dtype_of
 from train.objectives.draft_states import draft_states
@@ -60,12 +60,6 @@ def memory_bytes(device: torch.device) -> int:
     with suppress(OSError):  # Linux's ru_maxrss starts from that of the parent process
         return process_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def process_bytes(field: str) -> int:
-    """Return a size of this process as Linux states it. Raises OSError elsewhere."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Keeps what the user set.
 import ctypes
 import gc
 import os
+from pathlib import Path
 
 from kernels import cache
 from kernels.cpu import level
@@ -35,3 +36,9 @@ def wake_collector() -> None:
     gc.enable()
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+def process_bytes(field: str) -> int:
+    """Return a size of this process as Linux states it. Raises OSError elsewhere."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024

@@ -174,14 +174,12 @@ def open_gguf(path: str | Path) -> GgufFile:
     return _open(Path(path), stat.st_mtime_ns, stat.st_size)
 
 
-def forget_files() -> None:
-    """Let go of opened files: their vocabularies and merges are hundreds of thousands of strings."""
-    _open.cache_clear()
-
-
 @lru_cache(maxsize=2)  # a target and a draft model
 def _open(path: Path, modified: int, size: int) -> GgufFile:
     return GgufFile(path)
+
+
+forget_files = _open.cache_clear  # lets go of vocabularies and merges: hundreds of thousands of strings
 
 
 def dequantizes(kind: GGMLQuantizationType) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from models.heads import DEFAULT_HEAD
 from scripts.benchmarks.comparison.servers import counters
 from scripts.faults.lab import CANARY, KEY, PATIENCE_S, Broken, Lab, Process, damage, limit_memory, suspend, wait_until
 
@@ -26,7 +27,7 @@ PROMPTS, LENGTHS, MAX_BATCH = 8, (16, 96), 4
 SENDING_S = 3.0  # how long a client may take to send a request
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 COMPLETE, ERROR = "complete", "error"
-HEAD = ["head=eagle3", "learn=true", "learning.save=true", "learning.nice=0", "learning.every_tokens=400"]
+HEAD = [f"head={DEFAULT_HEAD}", "learn=true", "learning.save=true", "learning.nice=0", "learning.every_tokens=400"]
 LEARNING = [*HEAD, "learning.held_back=0.3", "learning.batch_tokens=128", "learning.pause_above=99", "learning.keep=2"]
 KINDS = {  # of servers: what is added to the command
     "server": ["head=none", "proposer=suffix"],

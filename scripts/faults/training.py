@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.options.cli import USER_ERROR
+from models.heads import DEFAULT_HEAD
 from scripts.faults.lab import CANARY, Broken, Lab, Process, damage, limit_memory, suspend, wait_until
 
 ATTEMPTS = 6  # of resuming what is damaged: each error names a file, which is then deleted
 SETTINGS = [
-    "head=eagle3", "run=run", "features=offline", "tracker=none", "precision=fp32", "minutes=null", "steps=16",
+    f"head={DEFAULT_HEAD}", "run=run", "features=offline", "tracker=none", "precision=fp32", "minutes=null", "steps=16",
     "batch_size=4", "checkpoint_every=3", "eval_every=8", "eval_prompts=2", "eval_max_tokens=16", "eval_draft_tokens=2",
     "data=files", "data.num_sequences=16", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=80",
     "head.draft_vocab_size=256", "objective.steps=2", "engine.threads=1", "engine.max_tokens_in_cache=2048",

@@ -267,7 +267,7 @@ def test_engine(): ...
     assert test.startswith("ptxas 13.1.80 ")
     assert test.endswith("test_accept")
     compiled = [line["test"] for line in job(text, compiles=True) if line.get("test", "").startswith("compile ")]
-    assert [test.rpartition("::")[2] for test in compiled] == ["test_accept", "test_wide[dtype0]"]
+    assert [test.rpartition("::")[2] for test in compiled] == ["test_accept", "test_wide[float32]"]
 
 
 @pytest.mark.parametrize(("capability", "own"), [(80, "12.8.93"), (100, "13.1.80")])

@@ -183,11 +183,11 @@ def test_the_assembler_in_use_is_the_one_that_is_named(monkeypatch, tmp_path):
     assert set(versions.values()).isdisjoint(bundled)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads memory as Linux counts it")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory as Linux counts it")
 def test_memory_is_told_by_part():
     parts = list(doctor.memory_by_part("demo", None, "none", tokens=4))
-    assert sum(more for _, more, _ in parts) == pytest.approx(parts[-1][2]["MiB"])
+    assert sum(more for _, more, _ in parts) == pytest.approx(parts[-1][2])
     assert [name.split(" (")[0] for name, *_ in parts][-3:] == [
         "answers: first", "answers: next seven", "answers: eight at once"
     ]  # fmt: skip
-    assert all(now["MiB"] >= now["huge"] + now["files"] > 0 for _, _, now in parts)
+    assert all(now > 0 for _, _, now in parts)

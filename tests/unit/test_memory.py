@@ -136,11 +136,12 @@ def test_the_cache_takes_memory_for_the_tokens_in_it():
         [shape] * 31, tree_layers=30, num_pages=4096, page_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     pool = KVPool(kv, max_requests=2, max_positions=2048)
-    before, taken = resident(), pool.pages.take(100)
+    taken = pool.pages.take(100)
     slots = torch.tensor([page * 16 + offset for page in taken for offset in range(16)])
     keys = torch.randn(31, len(slots), 3, 64).bfloat16()
-    for cache, each in zip(kv.caches, keys, strict=True):
-        write_kv(cache, slots, each, -each)
+    values, before = -keys, resident()
+    for cache, each, other in zip(kv.caches, keys, values, strict=True):
+        write_kv(cache, slots, each, other)
     assert resident() - before < 80 * MIB  # 2048 tokens of 23 KiB, where one huge page of each head is 372 MiB
     for cache, each in zip(kv.caches, keys, strict=True):
         assert read_slots(cache, slots).equal(torch.stack([each, -each]).transpose(1, 2))

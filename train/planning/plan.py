@@ -69,6 +69,16 @@ def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     return plan
 
 
+def describe_plan(config: TrainConfig) -> list[str]:
+    """Return lines with upper bounds of memory and disk, printed at the start of a run; does not read the data."""
+    plan, (target, head, _) = Plan(), shapes(config)
+    tokens = config.data.num_sequences * config.sequence_length
+    plan_depth(plan, config)
+    plan_memory_of(plan, config, target, head, tokens)
+    plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
+    return plan.lines + [f"note    {text}" for text in plan.refusals]
+
+
 def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     """Make the plan. Raises ValueError when data, target or head cannot be used at all."""
     plan = Plan()
@@ -79,8 +89,7 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     target, head, checkpoint = meta_shapes
     plan.refusals += refusals(config, meta_shapes, overrides)
     tokens, responses = plan_data(plan, config, target, checkpoint)
-    if note := depth_note(config):
-        plan.add("depth", note)
+    plan_depth(plan, config)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, responses)
@@ -127,15 +136,15 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     return tokens, responses
 
 
-def depth_note(config: TrainConfig) -> str:
+def plan_depth(plan: Plan, config: TrainConfig) -> None:
     """Say if drafts are measured deeper than they are trained; nothing for a run that trains no head."""
     trained, measured = config.trained_depth, config.eval_draft_tokens
-    if config.stage != "all" or trained is None or measured <= trained:
-        return ""
-    return (
-        f"objective.steps={trained} trains drafts of {trained} tokens and eval_draft_tokens={measured} measures "
-        f"longer ones, which are accepted less; objective.steps={measured} trains them too"
-    )
+    if config.stage == "all" and trained is not None and measured > trained:
+        plan.add(
+            "depth",
+            f"objective.steps={trained} trains drafts of {trained} tokens and eval_draft_tokens={measured} measures "
+            f"longer ones, which are accepted less; objective.steps={measured} trains them too",
+        )
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:

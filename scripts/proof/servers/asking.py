@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -71,18 +71,12 @@ def write(
         "servers": described(sides),
         "prompts": {"count": len(prompts), "sha256": digest(prompts)},
         "cells": cells,
-        "config": without_folders({key: value for key, value in asdict(config).items() if key in KEYS}),
+        "config": without_folders({key: value for key, value in vars(config).items() if not is_dataclass(value)}),
     }
     (folder / "servers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / "servers.html").write_text(page(record), encoding="utf-8")
     print("\n".join(record["said"]))
     print(f"certificate: {short(folder / 'servers.html')} and .json", flush=True)
-
-
-KEYS = (
-    *("servers", "fields", "plain_fields", "drafted_fields", "endpoint"),
-    *("max_tokens", "requests", "num_prompts", "seed", "files"),
-)
 
 
 def page(record: Mapping[str, Any]) -> str:
