@@ -60,6 +60,10 @@ def fuse_draft(parts: DraftParts) -> NativeDraft | None:
 
 NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
 ADDRESSED = NUMBERS[2:]  # those that attention reads
+# The fields of draft.c's arguments that point to the rows of each array of SharedArrays.
+FIELDS = {"numbers": NUMBERS, "seeds": ("low", "high")} | {
+    name: (name,) for name in ("temperature", "columns", "keys", "masses")
+}
 
 
 def runs_in_c(parts: DraftParts) -> bool:
@@ -107,13 +111,43 @@ def layout(native: NativeDraft, rows: int, most: int, hidden: int, size: int) ->
     }
 
 
-def noise_of(parameters: ChoiceParameters | None, chains: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return copies of the seeds `[2, most]` and temperatures `[most]` of C chains, with room for rows of a tree."""
+class SharedArrays(NamedTuple):
+    """What Python and C both read or write of a draft of at most `rows` rows, `most` of them after the first level."""
+
+    numbers: Tensor  # int64 [5, rows]: NUMBERS
+    state: Tensor  # [rows, H]
+    seeds: Tensor  # int64 [2, most]: low and high halves
+    temperature: Tensor  # fp32 [most]
+    columns: Tensor  # int64 [most * count]: each row's best tokens, as columns of the draft vocabulary
+    keys: Tensor  # fp32 [most * count]: what they were ranked by
+    masses: Tensor  # fp32 [most]: as in choose_best
+
+    def addresses(self) -> dict[str, int]:
+        """Return the values of FIELDS."""
+        arrays = self._asdict()
+        return {field: at for name, fields in FIELDS.items() for field, at in addresses_of(arrays[name], fields).items()}
+
+
+def shared_arrays(
+    unread: Tensor, state: Tensor, parameters: ChoiceParameters | None, *, chains: int, most: int, count: int
+) -> SharedArrays:
+    """Return arrays whose first rows are copies of NUMBERS `unread` `[5, R]`, `state` and what C chains sample with."""
+    missing, unused = max(most - len(state), 0), most - chains
     if parameters is None:
-        return torch.zeros(2, most, dtype=torch.int64), torch.zeros(most)
-    assert not parameters.restricts
-    seeds = torch.stack([parameters.seed_low, parameters.seed_high])
-    return padded(seeds, 0, most - chains), padded(parameters.temperature.clone(), 0, most - chains)
+        seeds, temperature = torch.zeros(2, most, dtype=torch.int64), torch.zeros(most)
+    else:
+        assert not parameters.restricts
+        seeds = padded(torch.stack([parameters.seed_low, parameters.seed_high]), 0, unused)
+        temperature = padded(parameters.temperature.clone(), 0, unused)
+    return SharedArrays(
+        numbers=padded(unread, 0, missing),
+        state=padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, missing),
+        seeds=seeds,
+        temperature=temperature,
+        columns=torch.empty(most * count, dtype=torch.int64),
+        keys=torch.empty(most * count),
+        masses=torch.empty(most),
+    )
 
 
 class NativeDraft:
@@ -146,7 +180,7 @@ class NativeDraft:
         )
 
 
-class Begun:
+class NativeLevels:
     """A draft in progress for C requests, whose first level also prefills the unread rows.
 
     Owns all of the draft's memory that C reads and writes.
@@ -173,21 +207,17 @@ class Begun:
         levels drafted; the rotary table must cover that many more positions. Per request at most `width` rows continue
         from a level, each with its `count` best tokens; keys take max(`levels`, `places`) places after the root's.
         """
-        (num_unread, hidden), chains, parts = state.shape, len(rows.counts), native.parts
-        self._native, self._chains, self._rows = native, chains, num_unread
+        chains, parts, hidden = len(rows.counts), native.parts, state.shape[1]
+        self._native, self._chains, self._rows = native, chains, len(state)
         most = width * chains  # rows of a level after the first
-        max_rows = max(num_unread, most)
-        # Copies, with room for the rows of further levels.
-        self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, max_rows - num_unread)
-        row_numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
-        self._numbers = padded(row_numbers, 0, max_rows - num_unread)  # [5, max_rows]
-        self._seeds, self._temperature = noise_of(parameters, chains, most)
-        self._columns, self._keys = torch.empty(most * count, dtype=torch.int64), torch.empty(most * count)
-        self._masses, self._table = torch.empty(most), rows.table
+        max_rows = max(len(state), most)
+        unread = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
+        self._arrays = shared_arrays(unread, state, parameters, chains=chains, most=most, count=count)
         # From the first level's rows, each request's last one continues.
         self._last_rows = torch.tensor([end - 1 for end in accumulate(rows.counts)])
-        self._ends = self._numbers[:, self._last_rows]
-        numbers, ends = addresses_of(self._numbers, NUMBERS), addresses_of(self._ends, NUMBERS)
+        self._ends = self._arrays.numbers[:, self._last_rows]
+        shared, ends = self._arrays.addresses(), addresses_of(self._ends, NUMBERS)
+        self._table = rows.table
         self._buffer, addresses = allocate_aligned(layout(native, max_rows, most, hidden, state.element_size()))
         self._attention = AttentionArguments(
             table=self._table.data_ptr(),
@@ -198,16 +228,15 @@ class Begun:
             page_size=rows.page_size,
             longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
             first=rows.first,
-            **{name: numbers[name] for name in ADDRESSED},
+            **{name: shared[name] for name in ADDRESSED},
         )
         self._kept_attention = copied(self._attention, {name: ends[name] for name in ADDRESSED} | {"rows": chains})
         self._decoder, self._decoder_keepalive = parts.decoder.begin(max_rows, self._attention, caches, {})
         self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), self._last_rows.data_ptr()
-        self._decoder.x, normed = self._state.data_ptr(), addresses.pop("hidden")
+        self._decoder.x, normed = self._arrays.state.data_ptr(), addresses.pop("hidden")
         self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else normed
-        fields = addresses | numbers | addresses_of(self._seeds, ("low", "high"))
-        fields |= {name: getattr(self, f"_{name}").data_ptr() for name in ("columns", "keys", "masses", "temperature")}
-        self._arguments = copied(native.arguments, fields | {"decoder": ctypes.addressof(self._decoder)})
+        fields = addresses | shared | {"decoder": ctypes.addressof(self._decoder)}
+        self._arguments = copied(native.arguments, fields)
 
     def read(self) -> None:
         """Prefill the unread rows without drafting: compute only what later rows need of them."""
@@ -231,28 +260,28 @@ class Begun:
         return ctypes.addressof(a)
 
 
-class NativeChains(Begun):
+class NativeChains(NativeLevels):
     """A draft of C chains."""
 
     def draft(self, *, return_log_probs: bool) -> tuple[list[int], list[float] | None]:
         """Draft one more token of each chain (target ids); with `return_log_probs` also return its log-probability."""
         self._first(1 if return_log_probs else 0)
-        tokens = self._numbers[0, : self._chains].tolist()
+        tokens = self._arrays.numbers[0, : self._chains].tolist()
         if not return_log_probs:
             return tokens, None
-        return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
+        return tokens, [-math.log(mass) for mass in self._arrays.masses[: self._chains].tolist()]
 
     def keep(self, indices: Sequence[int]) -> None:
         """Continue only the chains at `indices`, which are ascending."""
-        index, count = torch.tensor(indices), len(indices)
-        for tensor in (self._numbers, self._seeds):
+        index, count, arrays = torch.tensor(indices), len(indices), self._arrays
+        for tensor in (arrays.numbers, arrays.seeds):
             tensor[:, :count] = tensor[:, index]
-        for tensor in (self._state, self._temperature):
+        for tensor in (arrays.state, arrays.temperature):
             tensor[:count] = tensor[index]
         self._rows = self._chains = count
 
 
-class NativeTrees(Begun):
+class NativeTrees(NativeLevels):
     """A draft of C trees, grown as in infer/speculation/proposers/draft_loops/tree_shapes.py.
 
     At most `width` nodes of a level are run through the head, `places` in total.
@@ -264,32 +293,32 @@ class NativeTrees(Begun):
         They are ranked with the target's noise: target ids and log-probabilities `[C, M, R]`, R being `fan_out` or the
         size of the draft vocabulary if that is smaller.
         """
-        count = min(fan_out, self._native.parts.lm_head.out_features)
+        arrays, count = self._arrays, min(fan_out, self._native.parts.lm_head.out_features)
         if level == 1:
             self._roots, self._used = self._chains, 0
             self._first(count)
-            self._root_numbers = self._numbers[1:, : self._roots].clone()
-            self._states, self._tree_mask = self._state, None
-            self._root_sampling = self._seeds[:, : self._roots].clone(), self._temperature[: self._roots].clone()
+            self._root_numbers = arrays.numbers[1:, : self._roots].clone()
+            self._states, self._tree_mask = arrays.state, None
+            self._root_sampling = arrays.seeds[:, : self._roots].clone(), arrays.temperature[: self._roots].clone()
         else:
             self._run(count)
         nodes = self._chains
         shape = self._roots, nodes // self._roots, count
-        keys = self._keys[: nodes * count].view(shape)
-        values = keys - keys[..., :1] - self._masses[:nodes].log().view(*shape[:2], 1)
-        return self._native.ids[self._columns[: nodes * count]].view(shape), values
+        keys = arrays.keys[: nodes * count].view(shape)
+        values = keys - keys[..., :1] - arrays.masses[:nodes].log().view(*shape[:2], 1)
+        return self._native.ids[arrays.columns[: nodes * count]].view(shape), values
 
     def run(self, level: int, parent: Tensor, token: Tensor) -> None:
         """Set the nodes `[C, M']` to grow from, which `children` runs; `parent` is each one's index among the M."""
         self._next = level, parent.contiguous(), token.contiguous()
 
     def _run(self, count: int) -> None:
-        level, parent, tokens = self._next
+        (level, parent, tokens), arrays = self._next, self._arrays
         (roots, width), before = parent.shape, self._chains // self._roots
         if width != before:
-            for tensor, root_values in zip((self._seeds, self._temperature), self._root_sampling, strict=True):
+            for tensor, root_values in zip((arrays.seeds, arrays.temperature), self._root_sampling, strict=True):
                 tensor[..., : roots * width] = root_values.repeat_interleave(width, dim=-1)
-        states, tree_mask, self._states = self._states, self._tree_mask, torch.empty_like(self._state)
+        states, tree_mask, self._states = self._states, self._tree_mask, torch.empty_like(arrays.state)
         self._tree_mask = torch.empty(roots, width, dtype=torch.int64)
         self._rows = self._chains = roots * width
         self._decoder.x, self._attention.words = self._states.data_ptr(), self._tree_mask.data_ptr()
