@@ -219,6 +219,13 @@ def test_a_head_that_sees_a_token_too_many(proof: Proof, monkeypatch) -> None:
     assert re.fullmatch(r"chain: τ is [\d.]+ in serving and [\d.]+ as training simulates it", fault)
 
 
+def test_a_target_without_a_head(proof: Proof) -> None:
+    """`head=auto`, the default, finds none: what drafts without one is proved, and the certificate says what is not."""
+    _, certificate = proof("head=auto", "head.path=null", "cells=3")
+    assert len(certificate["cells"]) == 3
+    assert certificate["not_covered"]["chain"].startswith("no head was given")
+
+
 def test_ctrl_c_leaves_a_certificate(proof: Proof, monkeypatch, tmp_path) -> None:
     def interrupted(*parts):
         raise KeyboardInterrupt
