@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from infer.json_schema.regexes import ascii_classes
+from infer.json_schema.regexes import ASCII
 from infer.json_schema.regexes import translate as translate_regex
 from infer.json_schema.translation import Translation, translate
 
@@ -111,7 +111,7 @@ class Grammar:
             out += [self.text[place : match.start()], match[0]]
             place = match.end()
             if match[0].startswith("/") and not match[0].startswith("//"):
-                out[-1] = ascii_classes(match[0])
+                out[-1] = re.sub(r"\\.", lambda escape: ASCII.get(escape[0], escape[0]), match[0], flags=re.DOTALL)
             elif match[0].startswith("%json"):
                 try:
                     schema, place = json.JSONDecoder().raw_decode(self.text, place)

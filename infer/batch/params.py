@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,8 +242,3 @@ def acceptance_rule(name: str, value: Any) -> Any:
     rule = RULE_NAMES.get(value, value) if isinstance(value, str) else value
     check(rule is None or rule in ACCEPTANCE_RULES, name, value, f"must be one of {', '.join(ACCEPTANCE_RULES)}")
     return rule
-
-
-def seed_source(seed: int | None) -> random.Random:
-    """Return the source of seeds for requests without one: random numbers, or the sequence that begins at `seed`."""
-    return random.SystemRandom() if seed is None else random.Random(seed)

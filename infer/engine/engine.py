@@ -10,6 +10,7 @@ Not thread-safe: one thread owns an engine. Knows no files and no HTTP, and text
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 
 from infer.batch.constraint import Constraint, Constraints
 from infer.batch.grammar import Grammar
-from infer.batch.params import MAX_SEED, as_ids, seed_source
+from infer.batch.params import MAX_SEED, as_ids
 from infer.batch.stopping import StopText
 from infer.batch.tree import NOTHING, Budget
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
@@ -99,7 +100,7 @@ class Engine:
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
         self.context = context_of(config, target.config)
-        self.seeds = seed_source(config.seed)  # of requests without a seed
+        self.seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)  # for requests
         self.threads = plan_threads(config, self._shard, timer)
         if config.exact and probe:
             probe_exactness(self._shard, self.threads.plan)

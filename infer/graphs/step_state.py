@@ -53,10 +53,6 @@ class GraphBatch(NamedTuple):
     exit_terms: Tensor  # [B, T] what decides on the early exit of a chain (early_exit.py)
     results: Tensor  # [B, LEADING + 2 W'] what the host reads of a step (kernels/advance.py), paths of at most W' nodes
 
-    @property
-    def root_tokens(self) -> Tensor:
-        return self.ids.gather(1, self.last[:, None])[:, 0]
-
     def unread(self, *, kv: bool) -> Unread:
         """Return what the head reads; `kv`: it has KV layers."""
         batch, width = self.ids.shape

@@ -38,11 +38,6 @@ class Translated(NamedTuple):
     exact: bool = True
 
 
-def ascii_classes(text: str) -> str:
-    """Return a Rust regular expression with the classes of digits, word characters and white space in ASCII."""
-    return re.sub(r"\\.", lambda match: ASCII.get(match[0], match[0]), text, flags=re.DOTALL)
-
-
 def translate(text: str) -> Translated:
     """Translate a regular expression. What is malformed remains so, for llguidance to refuse. Linear in its length.
 

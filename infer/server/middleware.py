@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.sampling.isolation import panics_as_errors
@@ -25,7 +24,7 @@ from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, i
 
 OPEN_PATHS = {"/health"}  # every other path needs a key, whether or not the endpoint exists
 PAGE_PATH = "/"  # a browser prompts for a password here, and sends it with every later request
-TENANT = "headway.tenant"
+TENANT = "headway.tenant"  # key of the ASGI scope. Tenants share no prefix cache; without API keys there is one
 COMPRESSED = ("gzip", "deflate")
 REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -133,11 +132,6 @@ def normalize(scope: Scope) -> Scope:
     """Replace HEAD by GET and strip trailing slashes. uvicorn keeps the original method, and sends no body for HEAD."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
-
-
-def tenant_of(request: Request) -> str:
-    """Return the request's tenant. Tenants share no prefix cache; without API keys there is one tenant."""
-    return request.scope.get(TENANT, "")
 
 
 def key_in(headers: Headers) -> str:

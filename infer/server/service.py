@@ -18,7 +18,7 @@ from infer.learning.status import LearningStatus
 from infer.request import SamplingParams
 from infer.server.engine_loop import Event
 from infer.server.metrics import Metrics
-from infer.server.middleware import tenant_of
+from infer.server.middleware import TENANT
 from infer.server.parsing.grammar_check import GrammarCheck
 from infer.server.parsing.harmony import CHANNEL
 from infer.server.parsing.stream import END_RESPONSE, RESPONSE, THINK
@@ -135,7 +135,7 @@ class Service:
             room = self.context - longest
             max_tokens = min(body.soft_limit or room, room)
         bound = structure()
-        params = self._params(body, max_tokens, tenant_of(request), bound and bound[1])
+        params = self._params(body, max_tokens, request.scope.get(TENANT, ""), bound and bound[1])
         params = replace(params, skip_special_tokens=params.skip_special_tokens and not with_special)
         assert params.seed is not None
         constraint = await self._constraint(*bound) if bound is not None else None

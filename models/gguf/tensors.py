@@ -191,7 +191,8 @@ class GgufTensors(NamedTensors):
         value = value.to(self._dtype) if changed and not wide else value
         value = value if columns is None else value[:, columns]
         if values is not None:
-            value = join_heads(value, self._file.read(values, self._dtype))
+            keys = value.transpose(1, 2)  # keys `[heads, rank, key]` and values `[heads, value, rank]` of each head
+            value = torch.cat([keys, self._file.read(values, self._dtype)], dim=1).flatten(0, 1)
         self._advance_progress()
         row_range = None if self._rows is None else self._rows(name, len(value))
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
@@ -308,11 +309,6 @@ def values_beside(file: GgufFile, keys: str) -> str:
             f"{file.path}: {keys} {list(first)}, {values} {list(second)}: must have a matrix for every head"
         )
     return values
-
-
-def join_heads(keys: Tensor, values: Tensor) -> Tensor:
-    """Return each head's matrices `[heads * (key + value), rank]` for `[heads, rank, key]`, `[heads, value, rank]`."""
-    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def without_one(weight: Tensor) -> Tensor:

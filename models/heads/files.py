@@ -122,7 +122,9 @@ def head_of(
                 raise ValueError(
                     f"{source}: {shared} is not there, the head shares its target's; load it with a target"
                 )
-            if shared == EMBEDDING and _is_alike(target, dtype, device):
+            weight, plain = target.norm.weight, target.config.embedding_size is None  # else its table is another
+            place = torch.empty(0, device=device).device
+            if shared == EMBEDDING and plain and (weight.dtype, weight.device) == (dtype, place):
                 head.embed_tokens = target.embed_tokens
                 del layout[shared]
             else:
@@ -133,11 +135,6 @@ def head_of(
     if target is not None:
         borrow(head, target)
     return head
-
-
-def _is_alike(target: LlamaTarget, dtype: torch.dtype, device: str | torch.device) -> bool:
-    weight, plain = target.norm.weight, target.config.embedding_size is None  # else the head's table is another
-    return plain and weight.dtype == dtype and weight.device == torch.empty(0, device=device).device
 
 
 def _full_lm_head(target: LlamaTarget) -> Tensor:

@@ -29,11 +29,6 @@ class RequestFailed(Exception):
     """The server failed on this conversation; others may still succeed."""
 
 
-def check_server(data: DataConfig) -> None:
-    """Raise ValueError if no server responds at `data.server` or it does not serve the requested model."""
-    ServerGenerator(data, 0).close()
-
-
 class ServerGenerator:
     def __init__(self, data: DataConfig, vocab_size: int, *, first_pause: float = 0.5) -> None:
         """Query the server's models and select one. Raises ValueError if the server cannot be used."""

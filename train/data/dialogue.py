@@ -68,18 +68,16 @@ class Dialogue:
         if plain is None and not self._advance():
             return None
         try:
-            prompt = self._render_prompt() if plain is None else plain
-            refuse_length(prompt, self._longest)
+            if plain is None:
+                self._prompt_text = self._tokenizer.render_chat(self._history, tools=self.example.tools)
+                plain = self._tokenizer.encode(self._prompt_text, add_special_tokens=False)
+            refuse_length(plain, self._longest)
         except ValueError as error:
             if self._row.ids:
                 return self._end_early(error)
             raise
-        self._continue(prompt)
-        return prompt
-
-    def _render_prompt(self) -> list[int]:
-        self._prompt_text = self._tokenizer.render_chat(self._history, tools=self.example.tools)
-        return self._tokenizer.encode(self._prompt_text, add_special_tokens=False)
+        self._continue(plain)
+        return plain
 
     def take(self, ids: Sequence[int]) -> None:
         """Append the target's response to the last prompt, including the token that ended it."""

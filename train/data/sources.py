@@ -69,7 +69,8 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
     files: list[Path] = []
     for text in [paths] if isinstance(paths, str) else paths:
         path = resolve_path(root or ".") / home_path(text)
-        if path.is_file() or is_saved_dataset(path):
+        saved = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()  # by `Dataset.save_to_disk`
+        if saved or path.is_file():
             files.append(path)
             continue
         if path.is_dir():
@@ -105,11 +106,6 @@ def format_of(file: Path) -> str:
 def place_of(file: Path) -> str:
     """Return the file's path for messages, relative to the repository if inside; the folder tells namesakes apart."""
     return str(file.relative_to(REPO_ROOT) if file.is_relative_to(REPO_ROOT) else file)
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Return whether this is a folder written by `Dataset.save_to_disk`."""
-    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
 def read_file(file: Path) -> Iterator[Item]:

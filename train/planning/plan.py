@@ -32,7 +32,7 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.checkpoint import find_checkpoint, read_state
 from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, RowsDataConfig, TrainConfig
-from train.data.answer_server import check_server
+from train.data.answer_server import ServerGenerator
 from train.data.dialogue import count_answers
 from train.data.folder import FAILED, SOURCE, TRAIN
 from train.data.prompts import longest_prompt, read_prompts
@@ -209,7 +209,10 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
-        flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
+        depths = range(config.objective.steps or head.config.max_depth or 1)
+        separate = HEADS[head.config.name].separate_depths  # else a step multiplies by each weight at every depth
+        uses = 1 if separate else sum(map(config.objective.slot_share, depths))
+        flops = 6 * trained * uses + (0 if kept else 2 * active)  # per token
         step = config.accumulate * batch * flops / speed
         estimates["a step"] = step
         if config.steps is not None:
@@ -222,12 +225,6 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         plan.add("time", f"precision={precision.name}: {precision.reason}")
     plan.numbers["precision"] = precision.name
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
-
-
-def uses_of_weights(config: TrainConfig, head: Head) -> float:
-    """Return how often a training step multiplies by each weight of the head, per token."""
-    depths = config.objective.steps or head.config.max_depth or 1
-    return 1 if HEADS[head.config.name].separate_depths else sum(map(config.objective.slot_share, range(depths)))
 
 
 def active_parameters(target: LlamaTarget) -> int:
@@ -382,4 +379,4 @@ def server_responds(config: TrainConfig) -> None:
     data_folder = runs / str(config.run) / "data"
     retry_failed = config.stage == "regenerate" and (data_folder / FAILED).is_file()
     if retry_failed or not ((data_folder / TRAIN).is_file() or any(runs.glob(f"*/data/{SOURCE}"))):
-        check_server(config.data)
+        ServerGenerator(config.data, 0).close()
