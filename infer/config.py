@@ -455,11 +455,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "learning": {"learning": LearningConfig},
     "tracker": TRACKERS,
 }
-COMMANDS: dict[str, type] = {
-    "serve": ServeConfig,
-    "generate": GenerateConfig,
-    "chat": ChatConfig,
-}
+COMMANDS: dict[str, type] = {"serve": ServeConfig, "generate": GenerateConfig, "chat": ChatConfig}
 
 
 # What the command line hands to Hydra: (group, name in a defaults list) -> schema, and functions for ${name:argument}.

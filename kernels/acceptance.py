@@ -48,10 +48,7 @@ def draw(weights: Tensor, seed: int, position: int) -> int:
     """Sample a token from unnormalized weights `[V]`, with the noise that the target's choice at `position` uses."""
     weights = weights.float()
     noise = gumbel_noise(
-        torch.tensor([seed & MASK32]),
-        torch.tensor([seed >> 32]),
-        torch.tensor([position]),
-        torch.arange(len(weights)),
+        torch.tensor([seed & MASK32]), torch.tensor([seed >> 32]), torch.tensor([position]), torch.arange(len(weights))
     )
     return int((exact_log(weights.clamp(min=LEAST)) + noise[0]).masked_fill(weights < LEAST, -torch.inf).argmax())
 

@@ -125,7 +125,7 @@ class SharedArrays(NamedTuple):
     def addresses(self) -> dict[str, int]:
         """Return the values of FIELDS."""
         arrays = self._asdict()
-        return {field: at for name, fields in FIELDS.items() for field, at in addresses_of(arrays[name], fields).items()}
+        return {field: at for key, fields in FIELDS.items() for field, at in addresses_of(arrays[key], fields).items()}
 
 
 def shared_arrays(

@@ -37,11 +37,7 @@ class Children:
                 # It prints to standard error: a program may read standard output.
                 self._processes.append(
                     subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=2,
-                        pass_fds=remotes,
-                        start_new_session=True,
+                        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=remotes, start_new_session=True
                     )
                 )
                 remote.close()

@@ -50,12 +50,7 @@ class Stopping:
 
 
 def serve(
-    model_id: str,
-    runtime: Runtime,
-    listener: socket.socket,
-    *,
-    api_keys: Sequence[str],
-    on_ready: OnReady,
+    model_id: str, runtime: Runtime, listener: socket.socket, *, api_keys: Sequence[str], on_ready: OnReady
 ) -> int:
     """Serve until a signal. Returns the exit code; raises what loading the engine raised."""
 

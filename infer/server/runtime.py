@@ -41,10 +41,7 @@ class Runtime:
     """Loads the engine in a separate thread and runs it there until `stop`; `learn` lets its head learn."""
 
     def __init__(
-        self,
-        load: Callable[[], Engine],
-        config: ServerConfig,
-        learn: Callable[[Engine], LearningLoop] | None = None,
+        self, load: Callable[[], Engine], config: ServerConfig, learn: Callable[[Engine], LearningLoop] | None = None
     ) -> None:
         self.state: State = "loading"
         self.snapshot = EngineStats()

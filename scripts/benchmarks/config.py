@@ -9,14 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.config import (
-    SOURCES,
-    EngineConfig,
-    ModelConfig,
-    ProposerConfig,
-    check_head_and_proposer,
-    register,
-)
+from infer.config import SOURCES, EngineConfig, ModelConfig, ProposerConfig, check_head_and_proposer, register
 from models.checks import MISSING, at_least, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
@@ -98,8 +91,5 @@ class EvaluateConfig(PromptsConfig):
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
 
 
-COMMANDS: dict[str, type] = {
-    "bench": CompareConfig,
-    "evaluate": EvaluateConfig,
-}
+COMMANDS: dict[str, type] = {"bench": CompareConfig, "evaluate": EvaluateConfig}
 register({}, COMMANDS)

@@ -44,11 +44,7 @@ class Trackers:
     """
 
     def __init__(
-        self,
-        folder: Path | None = None,
-        resume_step: int = 0,
-        config: TrackerConfig | None = None,
-        remote: Any = None,
+        self, folder: Path | None = None, resume_step: int = 0, config: TrackerConfig | None = None, remote: Any = None
     ) -> None:
         """`remote`: one of accelerate's trackers, started."""
         self._folder, self._resume_step, self._config, self._remote = folder, resume_step, config, remote

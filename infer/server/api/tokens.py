@@ -23,10 +23,7 @@ class TokenizeRequest(Strict):
     """A text, or a conversation that is rendered with the chat template as in a chat request."""
 
     accepted = frozenset({"mm_processor_kwargs", "media_io_kwargs", "return_token_offsets"})
-    refused: ClassVar[dict[str, Unless]] = {
-        "chat_template": Unless(),
-        "continue_final_message": Unless((False,)),
-    }
+    refused: ClassVar[dict[str, Unless]] = {"chat_template": Unless(), "continue_final_message": Unless((False,))}
 
     model: str | None = None
     prompt: str | None = None
