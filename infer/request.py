@@ -301,10 +301,6 @@ class Request:
         return self.finish_reason == "stop" and self.tokens[-1] in self.stop_ids
 
     @property
-    def text_ids(self) -> list[int]:
-        return self.output_ids[:-1] if self.ended_by_token else self.output_ids
-
-    @property
     def output_length(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 

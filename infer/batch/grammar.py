@@ -182,19 +182,11 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: list[int]) -> 
     return GrammarTokenizer(tokenizer, {text: token["id"] for text, token in special.items()})
 
 
-def by_id(lark: str, special_ids: dict[str, int]) -> str:
-    """Return a Lark grammar that refers to special tokens by id instead of by name."""
-
-    def reference(match: re.Match[str]) -> str:
-        return f"<[{special_ids[match[0]]}]>" if match[0] in special_ids else match[0]
-
-    return LARK_PARTS.sub(reference, lark)
-
-
 def compile_matcher(grammar: Grammar, tokenizer: GrammarTokenizer) -> llguidance.LLMatcher:
     """Compile a grammar. Raises ValueError saying what is wrong with it, and in which schema."""
     if grammar.kind == "lark":
-        grammar = replace(grammar, text=by_id(grammar.text, tokenizer.special_ids))
+        ids = {name: f"<[{index}]>" for name, index in tokenizer.special_ids.items()}  # how Lark refers to them by id
+        grammar = replace(grammar, text=LARK_PARTS.sub(lambda match: ids.get(match[0], match[0]), grammar.text))
     source = grammar.source.text
     if grammar.after:
         source = behind(grammar.after, source, tokenizer.special_ids)

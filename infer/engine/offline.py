@@ -90,7 +90,8 @@ def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:
         text = request.stop_text.finish()
     elif tokenizer is not None:
         with_special = not request.params.skip_special_tokens
-        text = tokenizer.decode(request.text_ids, context=request.prompt_ids, with_special=with_special)
+        ids = request.output_ids[:-1] if request.ended_by_token else request.output_ids
+        text = tokenizer.decode(ids, context=request.prompt_ids, with_special=with_special)
     return Completion(
         request.prompt_ids,
         request.output_ids,

@@ -170,7 +170,9 @@ class GgufTensors(NamedTensors):
                         )
                     change = rotary_halves(heads[piece])
                 elif architecture == "gemma3" and piece.endswith("_norm"):
-                    change = without_one
+                    change = partial(
+                        torch.sub, other=1
+                    )  # it scales by 1 + weight; the file stores the sum
                 elif architecture in mamba2.LAYERS and piece == "ssm_a":
                     change = partial(mamba2.logarithm, f"{file.path}: {name}")
                 values = values_beside(file, name) if piece == KEYS else None
@@ -309,8 +311,3 @@ def values_beside(file: GgufFile, keys: str) -> str:
             f"{file.path}: {keys} {list(first)}, {values} {list(second)}: must have a matrix for every head"
         )
     return values
-
-
-def without_one(weight: Tensor) -> Tensor:
-    """Return the weight of a Gemma norm, which scales by 1 + weight; files of this format store the sum."""
-    return weight - 1

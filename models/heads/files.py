@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -163,7 +162,12 @@ def read_head(
         raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
     if target is None:
         return checkpoint
-    _check_fingerprint(folder, checkpoint.provenance, target, allow_mismatch=allow_mismatch)
+    trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
+    if trained_for and target.fingerprint and trained_for != target.fingerprint and not allow_mismatch:
+        raise ValueError(
+            f"{folder}: this head was trained for another target (fingerprint {trained_for}, this one has "
+            f"{target.fingerprint}); train it again, or accept a lower acceptance with head.allow_mismatch=true"
+        )
     return replace(checkpoint, config=reaching(checkpoint.config, target.config.max_position_embeddings))
 
 
@@ -178,14 +182,3 @@ def _check_vocabulary(source: str, head: Head) -> None:
     t2d = getattr(head, "t2d", None)
     if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
         raise ValueError(f"{source}: d2t and t2d name different tokens; one of them is of another vocabulary")
-
-
-def _check_fingerprint(
-    folder: Path, provenance: Mapping[str, Any] | None, target: LlamaTarget, *, allow_mismatch: bool
-) -> None:
-    trained_for = (provenance or {}).get("target_fingerprint")
-    if trained_for and target.fingerprint and trained_for != target.fingerprint and not allow_mismatch:
-        raise ValueError(
-            f"{folder}: this head was trained for another target (fingerprint {trained_for}, this one has "
-            f"{target.fingerprint}); train it again, or accept a lower acceptance with head.allow_mismatch=true"
-        )

@@ -128,7 +128,8 @@ class ChatParser:
     def _in_unmarked(self, parts: Parts, last: bool) -> bool:
         """State while the text may be nothing but calls without their marks: only its end decides that."""
         text, calls = self._buffer, None
-        if may_be_unmarked(text):
+        first = "".join(text[:MAX_OPENING].split())
+        if any(opening.startswith(first) or first.startswith(opening) for opening in UNMARKED):
             begin = next((index for index, character in enumerate(text) if character in "{["), len(text))
             if self._end is None:
                 self._end = self._scanner.end(text, begin)
@@ -327,12 +328,6 @@ class ChatParser:
         self._content(parts, self._marked)
         self._buffer, self._state = text, "content"
         return True
-
-
-def may_be_unmarked(text: str) -> bool:
-    """Return whether a text may begin with a call without its marks, as far as its first characters show."""
-    begin = "".join(text[:MAX_OPENING].split())
-    return any(opening.startswith(begin) or begin.startswith(opening) for opening in UNMARKED)
 
 
 def name_places(text: str, name: str, style: ToolStyle) -> tuple[int, int] | None:
