@@ -61,7 +61,7 @@ class GraphBatch(NamedTuple):
         if kv:
             table = self.pool.page_lists
             requests = torch.add(self.base // self.pool.page_size, self.slots, alpha=table.shape[1])
-            rows = self._grid(table, requests, self.first - self.base, width, first=1)
+            rows = AttentionRows.grid(table, requests, self.first - self.base, width, **self._sizes, first=1)
         slots = (self.first[:, None] + (row - 1)).flatten()
         ends = torch.arange(0, batch * width, width, device=self.ids.device) + self.last
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
@@ -69,7 +69,8 @@ class GraphBatch(NamedTuple):
 
     def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
         tree_mask = None if tree.is_chain else tree.ancestors
-        rows = self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
+        place = self.pool.table, self.slots, self.roots, tree.token.shape[1]
+        rows = AttentionRows.grid(*place, **self._sizes, tree_mask=tree_mask)
         return runner.forward(tree.token.flatten(), rows, aux, None if tree.is_chain else tree.depth.flatten())
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
@@ -82,18 +83,9 @@ class GraphBatch(NamedTuple):
         shape = {"width": tree.path_width, "is_chain": tree.is_chain}
         return advance(tree.nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
 
-    def _grid(
-        self,
-        table: Tensor,
-        requests: Tensor,
-        start: Tensor,
-        width: int,
-        *,
-        tree_mask: Tensor | None = None,
-        first: int = 0,
-    ) -> AttentionRows:
-        sizes = {"page_size": self.pool.page_size, "longest": self.longest}
-        return AttentionRows.grid(table, requests, start, width, **sizes, tree_mask=tree_mask, first=first)
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"page_size": self.pool.page_size, "longest": self.longest}
 
 
 class StepState:

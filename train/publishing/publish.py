@@ -39,7 +39,8 @@ def publish_run(
     returns a line for an acceptance length that means nothing.
     """
     record = record_of(config, prepared, progress)
-    head_folder, measured = export(config, prepared, record)
+    parts, measure = (prepared.head, prepared.target, config), prepared.evaluator.measure_fully
+    head_folder, measured = export_head(*parts, record, measure)
     metrics = prepared.evaluator.losses(prepared.placement.measured)
     tracker.log(record["steps"], metrics | acceptance_metrics(measured.greedy))
     if config.export == "best" and best > measured.greedy.engine.acceptance_length:
@@ -47,7 +48,7 @@ def publish_run(
         log(f"exporting the head of step {state['step']}, τ {best:.3f} in the engine: the last is worse")
         exact = {"steps": state["step"], "tokens": state["tokens"], "seconds": round(state["seconds"], 1)}
         record = {**record, **exact}
-        head_folder, measured = export(config, prepared, record)
+        head_folder, measured = export_head(*parts, record, measure)
     plots = draw_plots(folder, measured)
     tracker.publish(plots, head_folder, ("latest", f"step_{record['steps']}"))
     lengths = measured.greedy.summary()
@@ -87,11 +88,6 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         data_counts=prepared.data_counts,
         trained_depth=config.trained_depth,
     )
-
-
-def export(config: TrainConfig, prepared: Prepared, record: Mapping[str, Any]) -> tuple[Path, Measured]:
-    """Publish the head. Returns its folder, and what was measured of its files."""
-    return export_head(prepared.head, prepared.target, config, record, prepared.evaluator.measure_fully)
 
 
 def load_best(folder: Path, prepared: Prepared) -> Mapping[str, Any]:
