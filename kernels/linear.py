@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.capabilities import multiply, onednn_multiplies, prepack, product_dtype
 from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
-from kernels.cpu.segments import FORMATS, SCALES, WIDE, Segment, dense_segment, panels, quantized_segment
+from kernels.cpu.segments import FORMATS, SCALES, WIDE, Segment, panels, quantized_segment, wide_panels
 from kernels.dispatch import KINDS, address, threads, uses_triton
 from kernels.elementwise import Gate, gate_mul
 from kernels.weights.ggml import GGML_FORMATS, GgmlMatrix, ggml_segments, in_blocks
@@ -93,7 +93,7 @@ class PackedLinear:
                 weight = widen(weight, scale).to(dtype)
         if native:
             if narrow is None:
-                segment = dense_segment(weight)
+                segment = Segment(wide_panels(weight), None, len(weight), weight.shape[1], "same")
             else:
                 assert scale is not None
                 segment = quantized_segment(weight, scale, narrow)

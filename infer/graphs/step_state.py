@@ -61,7 +61,8 @@ class GraphBatch(NamedTuple):
         if kv:
             table = self.pool.page_lists
             requests = torch.add(self.base // self.pool.page_size, self.slots, alpha=table.shape[1])
-            rows = AttentionRows.grid(table, requests, self.first - self.base, width, **self._sizes, first=1)
+            place, size = (table, requests, self.first - self.base, width), self.pool.page_size
+            rows = AttentionRows.grid(*place, page_size=size, longest=self.longest, first=1)
         slots = (self.first[:, None] + (row - 1)).flatten()
         ends = torch.arange(0, batch * width, width, device=self.ids.device) + self.last
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
@@ -70,7 +71,8 @@ class GraphBatch(NamedTuple):
     def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
         tree_mask = None if tree.is_chain else tree.ancestors
         place = self.pool.table, self.slots, self.roots, tree.token.shape[1]
-        rows = AttentionRows.grid(*place, **self._sizes, tree_mask=tree_mask)
+        size, longest = self.pool.page_size, self.longest
+        rows = AttentionRows.grid(*place, page_size=size, longest=longest, tree_mask=tree_mask)
         return runner.forward(tree.token.flatten(), rows, aux, None if tree.is_chain else tree.depth.flatten())
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
@@ -82,10 +84,6 @@ class GraphBatch(NamedTuple):
         progress = Progress(self.slots, self.roots, self.limit, self.ids, self.first, self.last, self.results)
         shape = {"width": tree.path_width, "is_chain": tree.is_chain}
         return advance(tree.nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {"page_size": self.pool.page_size, "longest": self.longest}
 
 
 class StepState:

@@ -37,12 +37,6 @@ class Segment(NamedTuple):
     order: Tensor | None = None  # int32 [K] the column of each input of `words`; None: in order
 
 
-def dense_segment(weight: Tensor) -> Segment:
-    """Pack a weight `[N, K]` in the dtype of the rows."""
-    outputs, inputs = weight.shape
-    return Segment(wide_panels(weight), None, outputs, inputs, "same")
-
-
 def quantized_segment(stored: Tensor, scale: Tensor, weight_format: NarrowFormat) -> Segment:
     """Pack the output of `quantize`: `stored` `[N, K]`, `scale` `[N]` or `[N, K / group]`."""
     scale = scale.view(len(stored), -1)

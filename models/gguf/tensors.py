@@ -170,9 +170,7 @@ class GgufTensors(NamedTensors):
                         )
                     change = rotary_halves(heads[piece])
                 elif architecture == "gemma3" and piece.endswith("_norm"):
-                    change = partial(
-                        torch.sub, other=1
-                    )  # it scales by 1 + weight; the file stores the sum
+                    change = partial(torch.sub, other=1)  # it scales by 1 + weight; the file stores the sum
                 elif architecture in mamba2.LAYERS and piece == "ssm_a":
                     change = partial(mamba2.logarithm, f"{file.path}: {name}")
                 values = values_beside(file, name) if piece == KEYS else None

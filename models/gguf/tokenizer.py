@@ -167,10 +167,14 @@ def byte_level(file: GgufFile) -> Tokenizer:
     if name not in SPLITS:
         raise ValueError(f"{file.path}: {PREFIX}pre={name!r}: is not supported; one of {', '.join(SPLITS)}")
     vocabulary = {token: index for index, token in enumerate(file.need(f"{PREFIX}tokens"))}
-    merges = [merge_pair(file, merge) for merge in file.need(f"{PREFIX}merges")]
-    for pair in merges:
-        if not {*pair, "".join(pair)} <= vocabulary.keys():
-            raise ValueError(f"{file.path}: {PREFIX}merges: {' '.join(pair)!r} is of tokens that {PREFIX}tokens lacks")
+    merges = list[tuple[str, str]]()
+    for merge in file.need(f"{PREFIX}merges"):
+        left, separator, right = merge.partition(" ")
+        if not (left and separator and right):
+            raise ValueError(f"{file.path}: {PREFIX}merges: {merge!r} is no pair of tokens")
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise ValueError(f"{file.path}: {PREFIX}merges: {merge!r} is of tokens that {PREFIX}tokens lacks")
+        merges.append((left, right))
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
     patterns = SPLITS[name]
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name in SINGLE_DIGITS else []
@@ -181,13 +185,6 @@ def byte_level(file: GgufFile) -> Tokenizer:
     if name in COMPOSED:
         backend.normalizer = normalizers.NFC()
     return backend
-
-
-def merge_pair(file: GgufFile, merge: str) -> tuple[str, str]:
-    left, separator, right = merge.partition(" ")
-    if not (left and separator and right):
-        raise ValueError(f"{file.path}: {PREFIX}merges: {merge!r} is no pair of tokens")
-    return left, right
 
 
 def sentence_piece(file: GgufFile) -> Tokenizer:

@@ -86,9 +86,16 @@ class CombinedProposer(Proposer):
             tree = source.propose([requests[index] for index in drafting], kept, [limits[index] for index in drafting])
             lengths, before = tree.length.tolist(), sum(map(len, drafts))
             for row, index in enumerate(drafting):
-                if lengths[row] > 1 and not repeats(source, tree, row, drafts[index]):
-                    request, state = requests[index], states[index]
-                    drafts[index].append(self._drafted(source, request, state, limits[index], tree, row, drafts[index]))
+                if lengths[row] < 2 or repeats(source, tree, row, drafts[index]):
+                    continue
+                request, state, limit = requests[index], states[index], limits[index]
+                if source.self_limiting:  # it estimates the probability of each node; others' are measured here
+                    draft = Drafted.of(tree, row, state.of[source].chances)
+                else:
+                    name = source.name if source.needs.tracking or not drafts[index] else CONTRADICTING
+                    draft = Drafted.of(tree, row, self._measured(name, request, state, limit))
+                    state.drafts.append((name, limit, len(request.tokens), draft))
+                drafts[index].append(draft)
             if sum(map(len, drafts)) > before:
                 trees.append(tree)
         if len(trees) == 1 and len(trees[0].length) == len(requests) and trees[0].is_chain:
@@ -98,24 +105,6 @@ class CombinedProposer(Proposer):
             for row, request, budget in zip(drafts, requests, budgets, strict=True)
         ]
         return assembled(merged)
-
-    def _drafted(
-        self,
-        source: Proposer,
-        request: Request,
-        state: CombinedState,
-        limit: Budget,
-        tree: DraftTree,
-        row: int,
-        others: Sequence[Drafted],
-    ) -> Drafted:
-        """Return a row of the source's drafts with the probability of each node, estimated by it or measured here."""
-        if source.self_limiting:
-            return Drafted.of(tree, row, state.of[source].chances)
-        name = source.name if source.needs.tracking or not others else CONTRADICTING
-        draft = Drafted.of(tree, row, self._measured(name, request, state, limit))
-        state.drafts.append((name, limit, len(request.tokens), draft))
-        return draft
 
     def _within(self, source: Proposer, budget: Budget) -> Budget:
         """Return the part of a budget that the source may draft."""
