@@ -159,6 +159,11 @@ class ProposerConfig(Schema):
         return self.name == "combined"
 
     @property
+    def head_alone(self) -> bool:
+        """Whether a head drafts by itself, if there is one; else chains may be longer than it can draft."""
+        return self.name in ("auto", "head")
+
+    @property
     def lookup_sizes(self) -> tuple[int, int]:
         """The fewest and most tokens that n-gram lookup looks up: one matches too often, more than four too rarely."""
         shortest = min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min

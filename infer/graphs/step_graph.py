@@ -34,12 +34,12 @@ from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
 from infer.processes.target_worker import Shard
 from infer.request import PLAIN, Proposer, Request
-from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer, HeadState
 from infer.steps.runner import Decoded, Runner
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
-from kernels.operands import ALL_LIMITS, LEADING, NO_LIMITS, SHARED, Limits
+from kernels.operands import ALL_LIMITS, LEADING, NO_LIMITS, Limits
 from kernels.tree import best_nodes
 
 MAX_CONTEXT = 32768  # tokens of the longest request that graphs serve; attention is launched for as many keys
@@ -108,12 +108,10 @@ class StepGraphs:
         self.reach = self.width + max(widest, spare, 1 + scratch)
         self.batches = tuple(batch for batch in batches if batch * widest <= most_rows)
         self.most_rows = widest * max(self.batches, default=0)
-        size, batch = 0, max(self.batches, default=0)
-        if proposer is not None:  # features of one position, over all aux layers
-            size = len(proposer.needs.aux_layers) * proposer.module.config.target_hidden_size
+        size, batch = 0 if proposer is None else proposer.feature_size, max(self.batches, default=0)
         pinned, dtype = memory.pool is not None, runner.shard.dtype
         self._scored = limit.depth if early_exit and proposer is not None and shape is None else 0  # levels
-        terms = SHARED + 2 * self._scored  # of a chain of at most so many tokens
+        terms = num_terms(self._scored)
         self._state = StepState(runner.pool, batch, self.width, spare, size, terms, dtype, pinned=pinned)
         self._log_probs = torch.zeros(batch, self._scored, device=runner.pool.device)
         self._host = torch.zeros(UNREAD, *self._state.results.shape, dtype=torch.int64, pin_memory=pinned)
@@ -244,7 +242,7 @@ class StepGraphs:
         self._drafts[batch] = Graph(run, self._memory)
 
     def _draft(self, rows: GraphBatch) -> DraftTree:
-        root, proposer = rows.ids.gather(1, rows.last[:, None])[:, 0], self.proposer
+        root, proposer = rows.root_tokens, self.proposer
         if proposer is None:
             return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
         unread = rows.unread(kv=bool(proposer.needs.kv_layers))

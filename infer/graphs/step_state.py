@@ -53,6 +53,10 @@ class GraphBatch(NamedTuple):
     exit_terms: Tensor  # [B, T] what decides on the early exit of a chain (early_exit.py)
     results: Tensor  # [B, LEADING + 2 W'] what the host reads of a step (kernels/advance.py), paths of at most W' nodes
 
+    @property
+    def root_tokens(self) -> Tensor:
+        return self.ids.gather(1, self.last[:, None])[:, 0]
+
     def unread(self, *, kv: bool) -> Unread:
         """Return what the head reads; `kv`: it has KV layers."""
         batch, width = self.ids.shape
@@ -61,8 +65,7 @@ class GraphBatch(NamedTuple):
         if kv:
             table = self.pool.page_lists
             requests = torch.add(self.base // self.pool.page_size, self.slots, alpha=table.shape[1])
-            place, size = (table, requests, self.first - self.base, width), self.pool.page_size
-            rows = AttentionRows.grid(*place, page_size=size, longest=self.longest, first=1)
+            rows = self._grid(table, requests, self.first - self.base, width, first=1)
         slots = (self.first[:, None] + (row - 1)).flatten()
         ends = torch.arange(0, batch * width, width, device=self.ids.device) + self.last
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
@@ -70,9 +73,7 @@ class GraphBatch(NamedTuple):
 
     def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
         tree_mask = None if tree.is_chain else tree.ancestors
-        place = self.pool.table, self.slots, self.roots, tree.token.shape[1]
-        size, longest = self.pool.page_size, self.longest
-        rows = AttentionRows.grid(*place, page_size=size, longest=longest, tree_mask=tree_mask)
+        rows = self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
         return runner.forward(tree.token.flatten(), rows, aux, None if tree.is_chain else tree.depth.flatten())
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
@@ -84,6 +85,19 @@ class GraphBatch(NamedTuple):
         progress = Progress(self.slots, self.roots, self.limit, self.ids, self.first, self.last, self.results)
         shape = {"width": tree.path_width, "is_chain": tree.is_chain}
         return advance(tree.nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
+
+    def _grid(
+        self,
+        table: Tensor,
+        requests: Tensor,
+        start: Tensor,
+        width: int,
+        *,
+        tree_mask: Tensor | None = None,
+        first: int = 0,
+    ) -> AttentionRows:
+        sizes = {"page_size": self.pool.page_size, "longest": self.longest}
+        return AttentionRows.grid(table, requests, start, width, **sizes, tree_mask=tree_mask, first=first)
 
 
 class StepState:

@@ -170,7 +170,7 @@ class GgufTensors(NamedTensors):
                         )
                     change = rotary_halves(heads[piece])
                 elif architecture == "gemma3" and piece.endswith("_norm"):
-                    change = partial(torch.sub, other=1)  # it scales by 1 + weight; the file stores the sum
+                    change = without_one
                 elif architecture in mamba2.LAYERS and piece == "ssm_a":
                     change = partial(mamba2.logarithm, f"{file.path}: {name}")
                 values = values_beside(file, name) if piece == KEYS else None
@@ -191,8 +191,7 @@ class GgufTensors(NamedTensors):
         value = value.to(self._dtype) if changed and not wide else value
         value = value if columns is None else value[:, columns]
         if values is not None:
-            keys = value.transpose(1, 2)  # keys `[heads, rank, key]` and values `[heads, value, rank]` of each head
-            value = torch.cat([keys, self._file.read(values, self._dtype)], dim=1).flatten(0, 1)
+            value = join_heads(value, self._file.read(values, self._dtype))
         self._advance_progress()
         row_range = None if self._rows is None else self._rows(name, len(value))
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
@@ -309,3 +308,13 @@ def values_beside(file: GgufFile, keys: str) -> str:
             f"{file.path}: {keys} {list(first)}, {values} {list(second)}: must have a matrix for every head"
         )
     return values
+
+
+def join_heads(keys: Tensor, values: Tensor) -> Tensor:
+    """Return each head's matrices `[heads * (key + value), rank]` for `[heads, rank, key]`, `[heads, value, rank]`."""
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def without_one(weight: Tensor) -> Tensor:
+    """Return the weight of a Gemma norm, which scales by 1 + weight; files of this format store the sum."""
+    return weight - 1

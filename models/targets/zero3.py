@@ -84,8 +84,7 @@ class ShardedLayers(nn.Module):
                 "and a shard has one dtype; use model.dtype=float32 or another features.target"
             )
         spans = [_spans(layer) for layer in layers]
-        ends = [layer_spans[-1].begin + prod(layer_spans[-1].shape) for layer_spans in spans]
-        sizes = [-(-end // (exchange.ranks * ALIGN)) * ALIGN for end in ends]  # numbers of a layer that a process keeps
+        sizes = [_shard_size(layer_spans, exchange.ranks) for layer_spans in spans]
         self.own = nn.Parameter(torch.empty(sum(sizes), dtype=dtype, device=device), requires_grad=False)
         buffers = [torch.empty(max(sizes) * exchange.ranks, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._shards = self.own.data.split(sizes)
@@ -98,8 +97,7 @@ class ShardedLayers(nn.Module):
             self._shards[index].copy_(full_weight.view(exchange.ranks, -1)[exchange.rank])
             for name, shape, begin in spans[index]:
                 view = self._full_weights[index][begin : begin + prod(shape)].view(shape)
-                module, _, parameter = name.rpartition(".")
-                layer.get_submodule(module)._parameters[parameter] = nn.Parameter(view, requires_grad=False)
+                _set_parameter(layer, name, nn.Parameter(view, requires_grad=False))
             layer.register_forward_pre_hook(partial(self._pre_forward, index))
 
     def join_gathers(self) -> None:
@@ -142,3 +140,14 @@ def _spans(layer: nn.Module) -> list[Span]:
         spans.append(Span(name, parameter.shape, begin))
         begin += -(-parameter.numel() // ALIGN) * ALIGN
     return spans
+
+
+def _shard_size(spans: Sequence[Span], ranks: int) -> int:
+    """Return the number of elements of a layer that each process keeps."""
+    end = spans[-1].begin + prod(spans[-1].shape)
+    return -(-end // (ranks * ALIGN)) * ALIGN
+
+
+def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module_name, _, parameter_name = name.rpartition(".")
+    layer.get_submodule(module_name)._parameters[parameter_name] = parameter

@@ -16,7 +16,7 @@ from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics
 from train.preparation.prepare import Prepared
-from train.publishing.export import Measured, drafting_words, drafts_by_name, export_head
+from train.publishing.export import drafting_words, drafts_by_name, export_head
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
 from train.publishing.trackers import Trackers

@@ -266,6 +266,11 @@ class HeadProposer(ModelProposer):
         self.graphs: CapturedDrafts | None = None
 
     @property
+    def feature_size(self) -> int:
+        """Size of the features of one position, over all aux layers."""
+        return len(self.needs.aux_layers) * self.module.config.target_hidden_size
+
+    @property
     def max_depth(self) -> int | None:
         """Most tokens of a chain that the head can draft; None for any number."""
         return self.module.config.max_depth
@@ -292,8 +297,7 @@ class HeadProposer(ModelProposer):
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
         shape, max_depth = tree_shape(config), self.max_depth
         depth = config.draft_tokens if shape is None else shape.depth
-        alone = config.name in ("auto", "head")  # else chains may be longer than the head can draft
-        if max_depth is not None and depth > max_depth and alone:
+        if max_depth is not None and depth > max_depth and config.head_alone:
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             name = self.module.config.name
             raise ValueError(f"{key}: this {name} head drafts {max_depth} tokens at most, not {depth}")

@@ -17,6 +17,11 @@ from kernels.operands import SHARED, Drafting
 LIKELY = 1e30  # stands for a probability in the terms: a next token is worth any price, if the one before it is kept
 
 
+def num_terms(deepest: int) -> int:
+    """Return the number of terms of a chain of at most `deepest` tokens."""
+    return SHARED + 2 * deepest
+
+
 def exit_rows(
     confidence: Confidence | None,
     requests: Sequence[Request | None],
@@ -25,7 +30,7 @@ def exit_rows(
     *,
     parallel: bool = False,
 ) -> list[list[float]]:
-    """Return the terms of the chains of these requests, `SHARED + 2 * deepest` each.
+    """Return the terms of the chains of these requests, `num_terms(deepest)` each.
 
     `parallel`: all levels of the head are drafted in any case. A chain then ends where the next row does not pay, and
     not where past rates leave little hope for a level that the head may be sure of.
