@@ -27,33 +27,42 @@ from typing import Any
 from scripts.errors import reports_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 540.0  # of all parts together: a call of ten minutes, less one to start and to end
 TOOLKITS = Path("/usr/local")
 NEEDED = ("torch", "triton", "transformers", "pytest", "hypothesis")
 TRITON = "tests/kernels/triton"  # where measure_*.py are collected only when they are named
-MEASURES = {"bench": "engines", "timings": "kernels", "tiles": "tiles"}
+MEASURES = {name: name for name in ("scaling", "training", "learning")}
+MEASURES |= {"bench": "engines", "timings": "kernels", "tiles": "tiles"}
 FILES = {"exact": f"{TRITON}/test_engine.py", "train": f"{TRITON}/test_training_run.py"}
 FILES |= {part: f"{TRITON}/measure_{name}.py" for part, name in MEASURES.items()}
 PARTS = ("kernels", *FILES)  # the last runs only where it is named
-# The parts of the first stage only ask whether results are right, so they run side by side, and what is timed later is
-# compiled beside them; what is timed runs alone. Each stage ends after a share of all seconds.
-STAGES = ((("kernels", "exact", "train"), 0.5), (("bench",), 0.8), (("timings",), 1.0), (("tiles",), 1.0))
+# What two calls of ten minutes run, less one to start and to end: the parts of a stage, and its seconds, to which those
+# are added that the stages before it have not used. The parts of the first stage only ask whether results are right, so
+# they run side by side; what is timed runs alone.
+CALLS = {
+    1: ((("kernels", "exact", "train"), 220.0), (("scaling",), 320.0)),
+    2: ((("training",), 115.0), (("learning",), 85.0), (("bench",), 205.0), (("timings",), 135.0)),
+}
+STAGES = (*CALLS[1], *CALLS[2], (("tiles",), 135.0))
+SECONDS = sum(seconds for _, seconds in CALLS[1])  # of a call
 PROCESSES = {"kernels": 8, "exact": 6}  # that share a part on a GPU; others have one
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./scripts/gpu_check.sh", description=__doc__, allow_abbrev=False)
     out = Path(os.environ.get("OUT") or ROOT / "scripts" / "results")
+    parser.add_argument("--call", type=int, choices=CALLS, help="the parts of one of two calls; default: of both")
     parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be given more than once")
     parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the report; default: $OUT if set")
-    parser.add_argument("--seconds", type=float, help=f"of all parts together; default: {SECONDS:.0f} on a GPU")
+    parser.add_argument("--seconds", type=float, help=f"of all parts together; default: {SECONDS:.0f} a call on a GPU")
     parser.add_argument("--dry-run", action="store_true", help="list what would run, and how long it takes at most")
     parser.add_argument("--interpret", action="store_true", help="on a CPU, in Triton's interpreter, with tiny shapes")
     parser.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of the demo target; else trained")
     parser.add_argument("--commit", help="what is checked, where the tree is a copy without its history")
     args = parser.parse_args(argv)
-    args.only = [part for part in PARTS if part in (args.only or PARTS[:-1])]
-    args.seconds = args.seconds or (None if args.interpret else SECONDS)
+    calls = 2 if args.call is args.only is None else 1
+    called = [part for stage, _ in (CALLS[args.call] if args.call else STAGES[:-1]) for part in stage]
+    args.only = [part for part in PARTS if part in (args.only or called)]
+    args.seconds = args.seconds or (None if args.interpret else calls * SECONDS)
     args.head = args.head and str(args.head.resolve())
     if args.head and not Path(args.head, "config.json").is_file():
         raise ValueError(f"--head {args.head}: no head lies there; give the folder with its config.json")
@@ -179,11 +188,12 @@ def main(argv: Sequence[str]) -> int:
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         write(report, **facts)
-        chosen = [([part for part in stage if part in args.only], end) for stage, end in STAGES]
-        chosen = [(stage, end) for stage, end in chosen if stage]
-        for stage, end in chosen:
-            if args.seconds:
-                more["until"] = begin + args.seconds * (1.0 if (stage, end) == chosen[-1] else end)
+        chosen = [([part for part in stage if part in args.only], seconds) for stage, seconds in STAGES]
+        chosen = [(stage, seconds) for stage, seconds in chosen if stage]
+        ended, total = 0.0, sum(seconds for _, seconds in chosen)
+        for stage, seconds in chosen:
+            ended += seconds / total
+            more["until"] = begin + args.seconds * ended if args.seconds else None
             later = [part for part in args.only if part in ("timings", "tiles")]
             jobs = jobs_of(stage, later, on_gpu=not args.interpret)
             threads = max(1, (os.cpu_count() or 1) // len(jobs))

@@ -18,7 +18,7 @@ from infer.settings.paths import REPO_ROOT
 from kernels.triton.assembler import VARIABLES, version_of
 from models.heads import HEADS
 from tests import gpu_check, gpu_hook
-from tests.gpu_check import FILES, PROCESSES, STAGES, card, files_of, jobs_of, main, parse, work
+from tests.gpu_check import CALLS, FILES, PROCESSES, card, files_of, jobs_of, main, parse, work
 from tests.kernels.comparing import Comparisons
 from tests.kernels.timing import rated, timing
 from tests.kernels.triton.compiled import B200
@@ -77,6 +77,24 @@ def test_every_kernel_and_engine_is_measured(checked):
 
 
 @pytest.mark.slow
+def test_adaptive_drafts_exactness_training_and_learning_are_measured(checked):
+    results = results_of(checked("--only", "scaling", "--only", "training", "--only", "learning"))
+    assert [line["chain_tau"] for line in results["scaling/auto"]] == [2.2, 3.0]
+    assert all(line["auto_of_best"]["median"] > 0 for line in results["scaling/auto"])
+    assert [line.get("system", "prompts") for line in results["scaling/price"]] == ["plain", "chain", "prompts"]
+    assert all(line["exact_of_library"]["least"] > 0 for line in results["scaling/price"])
+    trained = results["training/updates"]
+    assert len(trained) == 6
+    assert all(line["tokens_per_s"] > 0 and line["head_tflops"] > 0 for line in trained)
+    assert {line["features"] for line in trained} == {"stored", "the library", "the engine's kernels"}
+    refused, graphed, served, taken = results["learning"]
+    assert refused["refused"]
+    assert "recorded" not in graphed
+    assert served["recorded"]["round_ms"] > 0
+    assert taken["taken_over_s"] > 0
+
+
+@pytest.mark.slow
 def test_a_run_ends_in_time_and_names_what_it_left_out(checked):
     ended = [line for line in checked("--seconds", "20") if "outcome" in line]
     labels = [line["test"] for line in ended]
@@ -108,15 +126,24 @@ def planned(plan, part, index):
     return {label: tests[label][1] for label in mine}
 
 
-def test_all_parts_fit_a_call_of_ten_minutes_on_a_gpu(plan):
+@pytest.mark.parametrize("call", CALLS)
+def test_the_parts_of_a_call_fit_ten_minutes_on_a_gpu(plan, call):
     """But for profiles, which come last, if every test takes as long as it may."""
-    begin, seconds = 0.0, parse([]).seconds
-    assert seconds <= 600 - 60
-    for stage, end in STAGES[:-1]:
+    taken, given, seconds = 0.0, 0.0, parse(["--call", str(call)]).seconds
+    assert sum(seconds for _, seconds in CALLS[call]) == seconds <= 600 - 60
+    for stage, seconds in CALLS[call]:
         shares = [planned(plan, part, index) for part in stage for index in range(PROCESSES.get(part, 1))]
         assert all(shares)
-        begin += max(sum(s for label, s in share.items() if "measure_profile" not in label) for share in shares)
-        assert begin <= seconds * end
+        taken += max(sum(s for label, s in share.items() if "measure_profile" not in label) for share in shares)
+        given += seconds
+        assert taken <= given, stage
+
+
+def test_parts_are_of_one_call_or_of_both_or_named():
+    assert parse([]).only == [part for part in gpu_check.PARTS if part != "tiles"]
+    assert parse([]).seconds == 2 * parse(["--call", "1"]).seconds
+    assert parse(["--call", "2"]).only == ["training", "learning", "bench", "timings"]
+    assert parse(["--only", "tiles"]).only == ["tiles"]
 
 
 def test_what_serves_an_8b_model_in_bf16_comes_first_on_a_gpu(plan):

@@ -26,10 +26,10 @@ UNFILLED = names("empty empty_like empty_strided new_empty new_empty_strided")
 ELEMENTWISE = names(
     """
     __and__ __lshift__ __or__ __rshift__ __xor__ _to_copy add addcdiv addcmul binary_cross_entropy
-    binary_cross_entropy_backward bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift clamp clone
-    div eq exp fill floor_divide ge gelu gelu_backward gt le lerp log log_sigmoid_backward log_sigmoid_forward
-    logical_and logical_not lt masked_fill maximum minimum mul ne neg pow reciprocal rsqrt rsub sigmoid sigmoid_backward
-    silu silu_backward smooth_l1_loss smooth_l1_loss_backward sqrt sub where zero
+    binary_cross_entropy_backward bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
+    clamp clone div eq exp fill floor_divide ge gelu gelu_backward gt le lerp log log_sigmoid_backward
+    log_sigmoid_forward logical_and logical_not lt masked_fill maximum minimum mul ne neg pow reciprocal rsqrt rsub
+    sigmoid sigmoid_backward silu silu_backward smooth_l1_loss smooth_l1_loss_backward sqrt sub where zero
     """
 )
 

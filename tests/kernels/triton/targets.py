@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from infer.settings.paths import REPO_ROOT
-from models.config import TargetConfig, read_json
+from models.config import ATTENTION, RECURRENT, RecurrentConfig, TargetConfig, read_json
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.weights import initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
+from models.targets.qwen3_5 import Qwen35Target
 from models.vocab import build_draft_vocab
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -30,6 +31,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
         "num_kv_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False,
     },
+    "tiny hybrid": {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_layers": 3, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 64, "rotary_dim": 32, "max_position_embeddings": 128,
+        "recurrent": RecurrentConfig(2 * 2 * 48 + 6 * 32, 4, heads=6, groups=2, key_size=48, value_size=32),
+    },
+    "hybrid": {  # as Qwen3.5-0.8B, of three layers
+        "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_layers": 3, "num_heads": 8,
+        "num_kv_heads": 2, "head_dim": 256, "rotary_dim": 64, "max_position_embeddings": 262144,
+        "recurrent": RecurrentConfig(3 * 16 * 128, 4, heads=16, groups=16, key_size=128, value_size=128),
+    },
+}  # fmt: skip
+GATED = {  # of Qwen3.5: gated delta nets around a layer of attention
+    "qk_norm": True, "output_gate": True, "centered_norms": True, "mixers": (RECURRENT, ATTENTION, RECURRENT),
 }  # fmt: skip
 
 
@@ -40,6 +54,10 @@ def config_of(shape: str) -> TargetConfig:
 
 def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> LlamaTarget:
     return randomised(LlamaTarget, config_of(shape), dtype, device)
+
+
+def random_hybrid(shape: str, dtype: torch.dtype, device: torch.device) -> LlamaTarget:
+    return randomised(Qwen35Target, replace(config_of(shape), **GATED), dtype, device)
 
 
 def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:

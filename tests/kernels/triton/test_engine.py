@@ -59,17 +59,20 @@ class Way(NamedTuple):
         return f"{self.label}, prompts {'together' if self.together else 'alone'}, graphs {self.graphs}"
 
 
-# Those with the same graphs follow each other, so that each graph is recorded once.
+# Those with the same graphs follow each other, so that each graph is recorded once. Trees come first: in graphs they
+# have failed on a GPU, and were not seen there since (docs/log/2026-11.md).
 WAYS = (
+    Way("head, tree", "head", TREE, True, "on"),
     Way("none", "none", CHAIN, True, "on"),
     Way("head, chain", "head", CHAIN, True, "on"),
     Way("head, chain", "head", CHAIN, False, "on"),
-    Way("head, tree", "head", TREE, True, "on"),
     Way("head, adaptive chain", "head", EXITING, True, "on"),
     Way("n-gram", "ngram", CHAIN, True, "off"),
     Way("head, chain", "head", CHAIN, True, "off"),
     Way("head, tree", "head", TREE, True, "off"),
 )
+TREED, PLAINLY, CHAINED = WAYS[:3]
+LOOKED_UP = next(way for way in WAYS if way.proposer == "ngram")
 FIXED = tuple(way for way in WAYS if not way.shape.adaptive)  # adaptive drafts profile the costs of steps first
 PLAIN = Way("none", "none", CHAIN, False, "off")
 
@@ -84,7 +87,8 @@ class Made(NamedTuple):
 class Subject:
     """A target with a head. `make` takes the folder of an EAGLE-3 head of the demo target, if there is one, and whether
     the start-up probe runs; `making` and `seconds` are what that and a way take. `accepts`: the head is good enough
-    that some drafts must be accepted. `warms_up`: its engine compiles every kernel when it starts, as in serving.
+    that some drafts must be accepted. `drafts`: there is a head. `warms_up`: its engine compiles every kernel when it
+    starts, as in serving.
     """
 
     make: Callable[[Path | None, bool], Made]
@@ -93,6 +97,7 @@ class Subject:
     samplings: Sequence[str] = tuple(SAMPLINGS)
     ways: Sequence[Way] = FIXED
     accepts: bool = True
+    drafts: bool = True
     probe: bool = True
     warms_up: bool = False
 
@@ -127,13 +132,26 @@ def demo(dtype: torch.dtype, head: Path | None, probe: bool, *, kind: str | None
     return Made(engine, [tokenizer.encode(text) for text in TEXTS], 48)
 
 
+def hybrid(head: Path | None, probe: bool) -> Made:
+    """Of which the host runs every step."""
+    target = targets.random_hybrid(sized("tiny hybrid", "hybrid"), sized(FP32, BF16), DEVICE)
+    config = EngineConfig(max_batch=4, max_tokens_in_cache=sized(256, 8192))
+    engine = Engine(target, proposer="none", config=config, proposer_config=CHAIN, probe=probe)
+    return Made(engine, [[5, 6, 7] * 2, [9, 8] * sized(2, 300)], sized(3, 48))
+
+
 FEW = ("greedy", "T = 1, top-k, top-p")
-UNTAUGHT = Subject(demo, 15, 2, FEW, [WAYS[1], WAYS[3]], accepts=False, probe=False)
+UNTAUGHT = Subject(demo, 15, 2, FEW, [TREED, CHAINED], accepts=False, probe=False)
+HYBRID = Subject(hybrid, 30, 3, FEW, [PLAINLY._replace(graphs="off"), LOOKED_UP], accepts=False, drafts=False)
 SUBJECTS = sized(
-    {"tiny, fp32": Subject(tiny, samplings=("T = 0.8",), ways=[WAYS[0], WAYS[1], WAYS[3]], probe=False)},
+    {
+        "tiny hybrid": replace(HYBRID, samplings=("greedy",), probe=False),
+        "tiny, fp32": Subject(tiny, samplings=("T = 0.8",), ways=[TREED, PLAINLY, CHAINED], probe=False),
+    },
     {
         "8B shape, random, bf16": Subject(large, 60, accepts=False, warms_up=True),
         "demo, bf16": Subject(partial(demo, BF16), ways=WAYS),
+        "hybrid, bf16": HYBRID,
         "demo, fp32": Subject(partial(demo, FP32)),
         "demo, int8, fp8 cache": Subject(partial(demo, BF16, weights="int8", kv_dtype="fp8"), samplings=FEW),
         **{f"demo, bf16, {kind}": replace(UNTAUGHT, make=partial(demo, BF16, kind=kind)) for kind in HEADS},
@@ -220,8 +238,8 @@ def in_service(in_triton: None, request: pytest.FixtureRequest, monkeypatch: pyt
         monkeypatch.setattr(warm_up, "compiles", lambda device: False)
 
 
-def marked(seconds: Callable[[Subject], float]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.gpu(seconds=seconds(one)), id=name) for name, one in SUBJECTS.items()]
+def marked(seconds: Callable[[Subject], float], subjects: dict[str, Subject] = SUBJECTS) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.gpu(seconds=seconds(one)), id=name) for name, one in subjects.items()]
 
 
 @pytest.mark.gpu
@@ -280,12 +298,14 @@ def test_drafts_change_no_token(in_service, engines, record_property, subject, w
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("subject", marked(lambda one: 2 * one.seconds))
+@pytest.mark.parametrize(
+    "subject", marked(lambda one: 2 * one.seconds, {name: one for name, one in SUBJECTS.items() if one.drafts})
+)
 def test_nothing_waits_in_rounds_that_run_ahead(in_service, engines, record_property, subject):
     """But the reading of results."""
     running, done = engines.of(subject), 0
     engine, prompts, _ = running.made
-    running.draft(WAYS[1])
+    running.draft(CHAINED)
     ids = [engine.add(prompt[-16:], replace(GREEDY, max_tokens=TOKENS)) for prompt in prompts]
     for _ in range(STARTED):
         engine.step()
@@ -295,7 +315,7 @@ def test_nothing_waits_in_rounds_that_run_ahead(in_service, engines, record_prop
             done += 1
     for request_id in ids:
         engine.abort(request_id)
-    line = {"target": subject, "drafts": WAYS[1].label, "rounds": done, "waits": dict(waits), "ok": not waits}
+    line = {"target": subject, "drafts": CHAINED.label, "rounds": done, "waits": dict(waits), "ok": not waits}
     record_property("waits", line)
     assert done
     assert not waits, f"the host waited for the GPU at {', '.join(waits)}"
