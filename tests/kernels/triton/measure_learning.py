@@ -99,7 +99,7 @@ def measure_recorded_rounds(engine: Engine, record_property: Callable[..., None]
     record_property("learning", line)
 
 
-@pytest.mark.gpu(seconds=10)
+@pytest.mark.gpu(seconds=15)
 def measure_take_over(engine: Engine, record_property: Callable[..., None]) -> None:
     """A head arrives while requests run, and is taken over between two steps: the seconds of that, and no other ids."""
     if engine.config.graphs != "off":
@@ -109,7 +109,8 @@ def measure_take_over(engine: Engine, record_property: Callable[..., None]) -> N
     expected, _ = rounds_of(engine, texts)
     with learning(engine) as (loop, theirs):
         requests = prefilled(engine, texts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-        tensors = {name: tensor.cpu() for name, tensor in checkpoint_tensors(random_head(engine.target)).items()}
+        made = checkpoint_tensors(random_head(engine.target)).items()
+        tensors = {name: (x.float() if x.is_floating_point() else x).cpu() for name, x in made}  # as it is trained
         send(theirs, Message("candidate", tensors, {"number": "1", "tau_before": "1.0", "tau_after": "1.1"}))
         until, taken = time.monotonic() + ARRIVES_S, 0.0
         while not loop.status.taken_over and time.monotonic() < until:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from models.heads.base import Head
-from models.heads.borrowing import borrow
+from models.heads.borrowing import borrow, borrowed_by
 from models.heads.config import NewHeadConfig
 from models.heads.dflash.config import DFlashOptions
 from models.heads.eagle3.config import Eagle3Options
@@ -82,6 +82,8 @@ def new_head(options: NewHeadConfig, target: LlamaTarget, lender: LlamaTarget) -
         head = options.make(target.config)
     set_vocabulary(head, *build_draft_vocab(torch.arange(vocabulary, 0, -1), head.config.draft_vocab_size))
     borrow(head, lender)
+    for borrowed in borrowed_by(head):
+        borrowed.to(next(head.parameters()))
     generator = torch.Generator(device).manual_seed(0)
     for parameter in head.parameters():
         if parameter.ndim > 1:
