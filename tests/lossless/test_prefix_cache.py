@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
+from infer.speculation.control.planner import NoDrafts
 from tests.heads import WINDOWED
 from tests.pairwise import parametrize_each
 from tests.pools import check_pool
@@ -131,6 +132,22 @@ def test_answers_to_one_prompt_share_it(make_engine, name, length):
         assert completion.token_ids == plain.generate([prompt], params(seed=50 + index))[0].token_ids
     assert len({tuple(completion.token_ids) for completion in completions}) == 5
     check_pool(engine._pool, [])
+
+
+@pytest.mark.parametrize("name", ["head chain", "p-eagle head chain", "dflash head chain", "combined"])
+def test_a_drafter_has_read_the_prompt_whose_pages_are_shared(make_engine, name):
+    """Without a draft before, it keeps what it has not read of a short prompt."""
+    engine, prompt, read = make_engine(page_size=PAGE, max_batch=8, **ENGINES[name]), make_prompts()[10][:37], []
+    engine.speculator.planner, fork = NoDrafts(), engine._pool.fork
+
+    def noted(parent, child):
+        read.append(parent.drafter.synced(parent))
+        fork(parent, child)
+
+    engine._pool.fork = noted
+    engine.generate([prompt], params(n=3))
+    assert len(read) == 2
+    assert min(read) >= len(prompt) - 1
 
 
 def test_tenants_share_nothing(make_engine):

@@ -221,6 +221,16 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
     assert acceptance.chances(History(), "head", Budget(1, 1))[0] < 0.8
 
 
+def test_a_chain_shows_where_it_was_first_wrong_and_nothing_of_what_follows():
+    acceptance, history = AcceptanceModel(), History()
+    for _ in range(300):
+        acceptance.record(history, "head", chain(4, 1), 0.0)
+    first, second, third, _ = acceptance.chances(history, "head", Budget(4, 4))
+    assert first > 0.9
+    assert second < 0.1
+    assert third == pytest.approx(second / 2)
+
+
 @pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
 def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
     acceptance, rng = AcceptanceModel(), random.Random(0)

@@ -182,3 +182,20 @@ def test_drafts_share_the_rows_alike_and_leave_room_for_prompts():
     step = schedule(scheduler, 8)
     assert [budget.nodes for budget in step.budgets] == [2, 2, 2, 2]
     assert step.chunks == [8]
+
+
+def test_a_request_that_waits_for_pages_may_start_once_another_has_ended():
+    """Rounds ahead go on for as long as nothing `may_admit`, so an end must show there before the next step."""
+    pool, scheduler = make(num_pages=16, max_batch=2, max_rows=80, chunk=64)
+    first, second = requests = [
+        Request(str(number), [1] * 40, SamplingParams(max_tokens=9), 0, [1] * 40, arrival=number) for number in range(2)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    take_step(pool, scheduler, 2, 80, 0, torch.Generator())
+    assert scheduler.running == [first]
+    assert not scheduler.may_admit
+    scheduler.remove(first)
+    assert scheduler.may_admit
+    assert scheduler.load == 1
+    assert schedule(scheduler, 0).admitted == [second]
