@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from infer.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from infer.server.protocol.completions import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -24,7 +25,14 @@ from infer.server.protocol.completions import (
     GenerationRequest,
 )
 from infer.server.protocol.errors import from_validation
+from infer.server.protocol.fields import Strict
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
 
+REQUESTS = (
+    ChatRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest, MessagesRequest, ResponsesRequest,
+    TokenizeRequest,
+)  # fmt: skip
 PLAIN: dict[str, Any] = {"model": "m", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
@@ -151,6 +159,22 @@ def test_lists_are_bounded() -> None:
     oversized = {"role": "user", "content": [part] * (MAX_PARTS + 1)}
     assert refusal(ChatRequest, CHAT | {"messages": [oversized]})["param"] == "messages[0].content"
     CompletionRequest.model_validate(PLAIN | {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS})
+
+
+def unbounded(schema: Any, path: str = "") -> list[str]:
+    """Return where a JSON schema has lists of any length."""
+    if isinstance(schema, list):
+        return [found for place, item in enumerate(schema) for found in unbounded(item, f"{path}/{place}")]
+    if not isinstance(schema, dict):
+        return []
+    lists = [path] if schema.get("type") == "array" and "maxItems" not in schema else []
+    return lists + [found for key, item in schema.items() for found in unbounded(item, f"{path}/{key}")]
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_no_list_of_any_request_is_unbounded(kind: type[Strict]) -> None:
+    assert unbounded({"type": "array", "items": {"type": "array", "maxItems": 1}}, "all") == ["all"]
+    assert unbounded(kind.model_json_schema()) == []
 
 
 def test_contradictions_are_refused() -> None:

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from models.sharding import Part
 from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantized_writers import AUTOROUND, AWQ, FP8, GPTQ, KINDS, compressed, packed, plain8, write
+from tests.unit.quantized_writers import AUTOROUND, AWQ, FP8, GPTQ, KINDS, compressed, gptq, packed, plain8, write
 from train.config import TrainConfig
 from train.loop import train
 
@@ -56,6 +57,17 @@ def test_weights_and_logits_are_those_of_an_independent_dequantization(kind: str
     ]
     assert torch.equal(logits[0], logits[1])
     assert 0.5 < torch.nn.functional.cosine_similarity(logits[0].float(), logits[2].float(), dim=-1).min() < 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_zero_wraps_in_gptq_s_first_format(bits: int) -> None:
+    """It stores zero points minus one. Those of weights that are all positive are zero."""
+    rng = np.random.default_rng(0)
+    parts, weight = gptq(bits, 32, symmetric=False)(rng.random((64, 64)), rng)
+    assert set(parts["qzeros"].flatten().tolist()) == {-1}
+    scheme = read_scheme({"quantization_config": GPTQ | {"bits": bits, "sym": False}})
+    assert scheme is not None
+    assert torch.equal(scheme.read("a layer", parts).widened(), torch.from_numpy(weight))
 
 
 def test_the_log_says_what_was_widened(published: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
