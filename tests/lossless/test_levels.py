@@ -269,6 +269,39 @@ def test_a_head_that_was_woken_within_a_text(folder):
     assert engine.speculator.failures == 0
 
 
+def test_what_lies_before_a_start_within_a_text_is_not_read(folder):
+    drafted = []
+    for left in (0.0, 1.0):  # in the head's pages, by other requests
+        engine = serve(folder, "eagle3", torch.float32, "same", threads=1)
+        engine.speculator._decide_state = lambda request, load: setattr(request.drafter, "state", DrafterState.NONE)
+        proposer, drafts = engine._head, []
+        for cache in proposer._pool.layers.caches[proposer.first_layer :]:
+            cache.fill_(left)
+
+        def noted(*args, chain=proposer.loop.chain, drafts=drafts):
+            drafts.append(chain(*args).token.tolist())
+            return chain(*args)
+
+        proposer.loop.chain = noted
+        engine.generate(prompts_of(1), SamplingParams(max_tokens=90, ignore_eos=True))
+        drafted.append(drafts)
+    assert len(drafted[0]) > 5
+    assert drafted[0] == drafted[1]
+
+
+def test_a_chain_leaves_the_batch_at_its_own_limit(folder, monkeypatch):
+    engine, counts, draft = serve(folder, "eagle3", torch.float32, "same"), [], NativeChains.draft
+
+    def counted(levels, **options):
+        counts.append(levels._chains)
+        return draft(levels, **options)
+
+    monkeypatch.setattr(NativeChains, "draft", counted)
+    params = [SamplingParams(max_tokens=20, max_draft_tokens=1 + b, ignore_eos=True) for b in range(4)]
+    engine.generate([[5, 6, 7 + b] for b in range(4)], params)
+    assert counts[:8] == [4, 3, 2, 1, 4, 3, 2, 1]
+
+
 def test_what_looks_at_logits_goes_step_by_step(folder, monkeypatch):
     engine, calls = serve(folder, "eagle3", torch.float32, "same"), []
     draft = NativeChains.draft

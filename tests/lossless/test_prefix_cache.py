@@ -150,6 +150,26 @@ def test_a_drafter_has_read_the_prompt_whose_pages_are_shared(make_engine, name)
     assert min(read) >= len(prompt) - 1
 
 
+@pytest.mark.parametrize("name", ["head chain", "head tree", "p-eagle head chain"])
+def test_drafts_for_one_prompt_read_nothing_that_its_pages_held_before(make_engine, name):
+    drafts = []
+    for left in (0.0, 1.0):
+        engine, trees = make_engine(page_size=PAGE, max_batch=8, **ENGINES[name]), []
+        for cache in engine._pool.layers.caches:
+            cache.fill_(left)
+
+        def noted(*args, propose=engine.speculator.propose, trees=trees):
+            tree = propose(*args)
+            trees.append(tree.token[tree.inside].tolist())
+            return tree
+
+        engine.speculator.propose = noted
+        engine.generate([make_prompts()[10][:37]], params(n=4))
+        drafts.append(trees)
+    assert len(drafts[0]) > TOKENS / 5
+    assert drafts[0] == drafts[1]
+
+
 def test_tenants_share_nothing(make_engine):
     engine = make_engine(page_size=PAGE)
     prompt = make_prompts()[-1]
