@@ -239,7 +239,8 @@ class PackedLinear:
         rows, bias = rows.to(dtype), self._wide_bias(dtype)
         blocks = F.pad(rows, (0, 0, 0, -count % ROW_BLOCK)).split(ROW_BLOCK) if self._exact else (rows,)
         product = F.linear if self.out_dtype.itemsize <= dtype.itemsize else wide_linear
-        return torch.cat([product(block, self._weight, bias) for block in blocks])[:count].to(self.out_dtype)
+        outs = [product(block, self._weight, bias) for block in blocks]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[:count].to(self.out_dtype)
 
     def _wide_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the bias, which is the caller's tensor and may change, in the dtype of the product."""
