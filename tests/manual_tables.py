@@ -23,6 +23,7 @@ from typing import Any
 from infer.json_schema import keywords
 from infer.settings.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS, SWITCH
+from scripts.benchmarks.comparison.systems import is_ours
 from scripts.benchmarks.document import RESULTS, markdown
 
 LEVEL_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AVX-512 and AMX"}
@@ -40,8 +41,9 @@ NAMES = {
     "hf": "transformers",
     "hf_lookup": "transformers, prompt lookup",
     "vllm": "vLLM",
+    "openvino": "OpenVINO",
 }
-FROM_CODE = {"json-schema-keywords": keywords.table}
+PROGRAMS, OURS = "smollm2-programs", "head:auto5"  # the front page's result, and its system that stands for us
 SOURCES = {"ngram": "n-gram lookup", "head": "head"}
 Cell = dict[str, Any]
 
@@ -78,6 +80,11 @@ def label(system: str) -> str:
 def numbered(shape: str) -> str:
     """`tree16` -> "tree 16"."""
     return re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
+
+
+def speed(cell: Cell) -> float:
+    """Return tokens per second."""
+    return cell["tokens_per_s"]["median"]
 
 
 def ratio(cell: Cell) -> str:
@@ -123,7 +130,7 @@ def by_program(result: Cell) -> str:
         same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
         equal = f"{same} of {total}" if total else all_or_not(cells)
         lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
-        speeds = ("" if cell is None else f"{cell['tokens_per_s']['median']:.0f} ({ratio(cell)})" for cell in measured)
+        speeds = ("" if cell is None else f"{speed(cell):.0f} ({ratio(cell)})" for cell in measured)
         rows.append([label(system), *speeds, lengths, equal])
     return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
 
@@ -152,7 +159,7 @@ def by_batch(result: Cell) -> str:
             again = cells.get("off:again", cells["off"])["ratio"]
             entries = (text for system in others for text in (f"**{ratio(cells[system])}**", length(cells[system])))
             varies = f"{again['low']:.2f} to {again['high']:.2f}"
-            rows.append([temperature, count, f"{cells['off']['tokens_per_s']['median']:.0f}", varies, *entries])
+            rows.append([temperature, count, f"{speed(cells['off']):.0f}", varies, *entries])
     titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
     return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
@@ -177,6 +184,41 @@ def by_shape(result: Cell) -> str:
         rows.append([numbered(shape), "**mean**", *means, "", ""])
     header = ["drafts", "data", *(f"τ, T = {t:g}" for t in temperatures), "accepted by position", "coverage"]
     return markdown(header, rows) + f"\nIds equal to plain decoding's: {all_or_not(result['results'])}.\n"
+
+
+def best_peer(cells: Mapping[str, Cell]) -> str:
+    """Return the fastest system of another program. Raises ValueError if there is none."""
+    peers = [name for name in cells if not is_ours(name)]
+    if not peers:
+        raise ValueError(f"{', '.join(cells)}: no system of another program, so none is the fastest of them")
+    return max(peers, key=lambda name: speed(cells[name]))
+
+
+def by_best_peer(result: Cell) -> str:
+    """Return a table with a column for every concurrency: our speed, the best other program's with its name, and the
+    ratio of both.
+    """
+    (levels,) = result["results"].values()
+    best = {count: best_peer(cells) for count, cells in levels.items()}
+    ours = [f"**{speed(cells[OURS]):.0f}**" for cells in levels.values()]
+    others = [f"{speed(levels[count][name]):.0f} ({label(name)})" for count, name in best.items()]
+    times = [f"{speed(levels[count][OURS]) / speed(levels[count][name]):.1f}" for count, name in best.items()]
+    header = ["tokens/s", *("1 request" if count == "1" else f"{count} requests" for count in levels)]
+    rows = ["Headway", *ours], ["the fastest other program", *others], ["times as fast", *times]
+    return markdown(header, rows)
+
+
+def newest_programs() -> Cell:
+    """Return the result that the front page shows. Raises ValueError for several levels of processors, or no file."""
+    files = newest_by_level(PROGRAMS)
+    if len(files) > 1:
+        raise ValueError(
+            f"scripts/results/{PROGRAMS}-*.json: {' and '.join(map(str, files))}; the front page shows one"
+        )
+    return json.loads(*(file.read_text(encoding="utf-8") for file in files.values()))
+
+
+FROM_CODE = {"json-schema-keywords": keywords.table, "best-peers": lambda: by_best_peer(newest_programs())}
 
 
 def table_of(result: Cell) -> str:

@@ -1,15 +1,15 @@
 """Draws the pictures of README.md and of the manuals into docs/images.
 
-    python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
-    python docs/images/draw.py terminal    # chat.svg, from what a command prints with colors, on standard input
-    python docs/images/draw.py learning    # learning.svg, from the newest scripts/results/smollm2-traffic-*.json
-    python docs/images/draw.py scaling     # scaling.svg, from the newest scripts/results/smollm2-scaling-*.json
+    python -m docs.images.draw chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
+    python -m docs.images.draw terminal    # chat.svg, from what a command prints with colors, on standard input
+    python -m docs.images.draw learning    # learning.svg, from the newest scripts/results/smollm2-traffic-*.json
+    python -m docs.images.draw scaling     # scaling.svg, from the newest scripts/results/smollm2-scaling-*.json
 
 The chat, without the card at the start:
 
     printf 'Write a Python function that returns the larger of two numbers.\\n/off\\n/regenerate\\n' |
         python infer/chat.py color=always max_tokens=160 temperature=0 2>&1 | sed 1,14d |
-        python docs/images/draw.py terminal
+        python -m docs.images.draw terminal
 """
 
 import io
@@ -28,17 +28,15 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from scripts.benchmarks.comparison.systems import is_ours
+from tests.manual_tables import OURS, best_peer, newest_programs, speed
+from tests.manual_tables import label as label_of
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "scripts" / "results"
-# One bar each: its label, the systems of which the fastest counts, and whether it is ours.
-BARS = (
-    ("Headway, head", ("head:auto5",), True),
-    ("Headway, no drafts", ("off",), True),
-    ("vLLM", ("vllm", "vllm:ngram:chain3", "vllm:head:chain3"), False),
-    ("transformers", ("hf", "hf_lookup"), False),
-    ("llama.cpp", ("llama.cpp", "llama.cpp:ngram:chain3", "llama.cpp:head:chain3"), False),
-)
-LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 44  # pixels
+BARS = {OURS: "Headway, head", "off": "Headway, no drafts"}  # ours; the others are programs, each in its fastest mode
+LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 62  # pixels
+OURS_COLOR, BEST_COLOR, OTHERS_COLOR = "#1a7f37", "#57606a", "#afb8c1"
 COLUMNS, LINES = 92, 60  # of the terminal
 LEFT, RIGHT, UPPER, LOWER = 60, 620, 44, 224  # pixels: the edges of a plot over time
 WINDOWS = 8  # of a result of `bench.py traffic`, in one point
@@ -48,24 +46,34 @@ STYLE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="
 
 
 def chart(results: Mapping[str, Any]) -> str:
-    """Return an SVG with one panel per number of requests, from a bench's `results` at temperature 0."""
+    """Return an SVG with one panel per number of requests, from a bench's `results` at temperature 0.
+
+    A bar is the fastest of the systems of its name in that panel. The best of the other programs is named above.
+    """
     levels = next(iter(results.values()))
-    height = TOP + len(BARS) * (BAR + GAP) + GAP
-    width = LABEL + len(levels) * PANEL
-    parts = sheet(width, height)
+    names = [*BARS.values(), *(program_of(system) for system in next(iter(levels.values())) if not is_ours(system))]
+    rows = {name: TOP + row * (BAR + GAP) for row, name in enumerate(dict.fromkeys(names))}
+    parts = sheet(LABEL + len(levels) * PANEL, TOP + len(rows) * (BAR + GAP) + GAP)
+    parts += [f'<text x="{LABEL - 10}" y="{y + 14}" text-anchor="end">{name}</text>' for name, y in rows.items()]
     for panel, (count, cells) in enumerate(levels.items()):
-        left = LABEL + panel * PANEL
+        left, best = LABEL + panel * PANEL, best_peer(cells)
         requests = "1 request" if count == "1" else f"{count} requests"
         parts.append(f'<text x="{left}" y="24" font-weight="bold">{requests}, tokens/s</text>')
-        speeds = [max(cells[name]["tokens_per_s"]["median"] for name in names) for _, names, _ in BARS]
-        for row, ((label, _, ours), speed) in enumerate(zip(BARS, speeds, strict=True)):
-            y, length = TOP + row * (BAR + GAP), (PANEL - 60) * speed / max(speeds)
-            if panel == 0:
-                parts.append(f'<text x="{LABEL - 10}" y="{y + 14}" text-anchor="end">{label}</text>')
-            color = "#1a7f37" if ours else "#afb8c1"
+        mode = label_of(best.partition(":chain")[0])
+        parts.append(f'<text x="{left}" y="44" font-size="11">best other: {mode}</text>')
+        shown = [(BARS.get(system) or program_of(system), system) for system in cells]
+        bars = {name: max(speed(cells[system]) for bar, system in shown if bar == name) for name in rows}
+        for name, y in rows.items():
+            length = (PANEL - 60) * bars[name] / max(bars.values())
+            color = OURS_COLOR if name in BARS.values() else BEST_COLOR if name == program_of(best) else OTHERS_COLOR
             parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{BAR}" fill="{color}"/>')
-            parts.append(f'<text x="{left + length + 6:.0f}" y="{y + 14}">{speed:.0f}</text>')
+            parts.append(f'<text x="{left + length + 6:.0f}" y="{y + 14}">{bars[name]:.0f}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def program_of(system: str) -> str:
+    """`hf_lookup` -> "transformers"; `vllm:ngram:chain3` -> "vLLM"."""
+    return label_of(system).partition(",")[0]
 
 
 def terminal(printed: str) -> str:
@@ -182,7 +190,7 @@ def newest(name: str) -> Any:
 
 def main() -> int:
     if sys.argv[1:] == ["chart"]:
-        (HERE / "speed.svg").write_text(chart(newest("smollm2-programs")), encoding="utf-8")
+        (HERE / "speed.svg").write_text(chart(newest_programs()["results"]), encoding="utf-8")
     elif sys.argv[1:] == ["terminal"]:
         (HERE / "chat.svg").write_text(terminal(sys.stdin.read()), encoding="utf-8")
     elif sys.argv[1:] == ["learning"]:

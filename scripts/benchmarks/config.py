@@ -55,7 +55,7 @@ class CompareConfig(PromptsConfig):
     systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
     # by the name of another program: the command that starts its server (scripts/benchmarks/comparison/servers.py)
     servers: dict[str, str] = field(default_factory=dict)
-    peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
+    peers: str = ".peers"  # where scripts/peers.sh built other programs
     compile: bool = True  # vLLM compiles its model, which takes minutes at every start; false: it runs eager
     concurrency: list[int] = number([1, 4, 16], low=1)
     min_tokens: int | None = number(None, low=1)  # output lengths vary from this to max_tokens; null: all are that

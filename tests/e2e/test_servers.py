@@ -23,6 +23,66 @@ from scripts.benchmarks.prompts import Task, read_prompts
 from tests.manual_tables import label
 
 ROOT = Path(__file__).resolve().parents[2]
+DRIVER = "scripts/benchmarks/comparison/openvino_server.py"
+COUNTING = """
+from enum import Enum
+from types import SimpleNamespace
+
+GenerationStatus = Enum("GenerationStatus", "RUNNING FINISHED")
+SchedulerConfig = SimpleNamespace
+
+class GenerationConfig(SimpleNamespace):
+    def set_eos_token_id(self, token):
+        self.end = token
+
+class Handle:
+    def __init__(self, prompt, config):
+        self.last, self.left, self.config, self.ready = prompt[-1], config.max_new_tokens, config, []
+        self.drafted = 0  # the prompt's step drafts nothing
+
+    def step(self):
+        ids = []
+        while self.left and len(ids) <= self.drafted:
+            self.last, self.left = self.last + 1, self.left - 1
+            ids.append(self.last)
+            if self.last == self.config.end and not self.config.ignore_eos:
+                self.left = 0
+        self.drafted = getattr(self.config, "num_assistant_tokens", 0)
+        self.ready += [ids] if ids else []
+
+    def can_read(self):
+        return bool(self.ready)
+
+    def read(self):
+        return {0: SimpleNamespace(generated_ids=self.ready.pop(0))}
+
+    def get_status(self):
+        return GenerationStatus.RUNNING if self.left else GenerationStatus.FINISHED
+
+class ContinuousBatchingPipeline:
+    def __init__(self, model, scheduler, device, properties):
+        assert (model, scheduler.max_num_seqs, scheduler.enable_prefix_caching) == ("small.gguf", 2, False)
+        assert device == "CPU" and properties["INFERENCE_NUM_THREADS"] == 2
+        self.handles, self.lookup = [], properties.get("prompt_lookup", False)
+
+    def get_tokenizer(self):
+        return SimpleNamespace(get_eos_token_id=lambda: 99)
+
+    def get_config(self):
+        return GenerationConfig()
+
+    def add_request(self, number, tokens, config):
+        (prompt,) = tokens
+        if not prompt:
+            raise RuntimeError("no prompt")
+        assert self.lookup == hasattr(config, "max_ngram_size") and not config.do_sample
+        self.handles.append(Handle(prompt, config))
+        return self.handles[-1]
+
+    def step(self):
+        for handle in self.handles:
+            handle.step()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +126,12 @@ def test_prompts_come_from_the_files_in_turn(
     [
         ("vllm", r"nowhere/vllm/bin/python is not there; build it with scripts/peers.sh vllm, or give peers="),
         ("llama.cpp:head", r"llama-server is not there; build it with scripts/peers.sh llama.cpp"),
+        (
+            "openvino",
+            r"openvino/bin/python is not there; build it with scripts/peers.sh openvino, or give peers=",
+        ),
         ("vllm:suffix", "vllm drafts with vllm:ngram or vllm:head"),
+        ("openvino:head", "openvino drafts with openvino:ngram"),
         ("vllm:head:tree16", "vllm drafts chains; say vllm:head:chain<depth>"),
         ("mine", r"servers: \$prt: no such field; there are \$peers, "),
     ],
@@ -111,6 +176,37 @@ def test_vllm_reads_a_folder_and_our_head(tiny_target_folder: Path, tiny_head_fo
     assert json.loads(settings["--speculative-config"]) == drafts
     assert "--enforce-eager" in command
     assert "--enforce-eager" not in command_of("vllm", config_of(*words), 8000)
+
+
+def test_openvino_reads_the_file_and_looks_n_grams_up(tmp_path: Path) -> None:
+    (tmp_path / "small.Q4_1.gguf").touch()
+    words = [built(tmp_path, "openvino/bin/python"), f"model.path={tmp_path}/small.Q4_1.gguf", "concurrency=[1,4]"]
+    command = command_of("openvino:ngram:chain3", config_of(*words, "proposer.prompt_lookup_max=4"), 8000)
+    assert command[:2] == [f"{tmp_path}/peers/openvino/bin/python", DRIVER]
+    assert command[2:] == shlex.split(
+        f"--model {tmp_path}/small.Q4_1.gguf --port 8000 --threads {os.cpu_count()} --slots 4 --ngram 4 --drafts 3"
+    )
+    assert "--ngram" not in command_of("openvino", config_of(*words), 8000)
+
+
+def test_openvino_answers_requests_that_are_in_flight_together(tmp_path: Path) -> None:
+    """A module of the same names stands for OpenVINO: it counts up from the prompt, and drafts one token, if at all."""
+    (tmp_path / "openvino.py").write_text("Tensor = list\n")
+    (tmp_path / "openvino_genai.py").write_text(COUNTING)
+    for options, steps, accepted in (([], 0, 0), (["--ngram", "4", "--drafts", "1"], 6, 4)):
+        port = free_port()
+        command = ["env", f"PYTHONPATH={tmp_path}", sys.executable, DRIVER, "--model", "small.gguf"]
+        command += ["--port", str(port), "--threads", "2", "--slots", "2", *options]
+        with Server("openvino", "small", command, port, tmp_path / "log").running() as server:
+            server.rest()
+            run = server.run([Task([5, 6], 4), Task([8], 7), Task([1], 2)], 0.0, 3, seed=0)
+            with pytest.raises(ValueError, match="openvino: 400: RuntimeError: no prompt"):
+                server.run([Task([], 4)], 0.0, 1, seed=0)
+            server.ignore_eos = False
+            ended = server.run([Task([97], 9)], 0.0, 1, seed=0)
+        assert run.token_ids == [[7, 8, 9, 10], [9, 10, 11, 12, 13, 14, 15], [2, 3]]
+        assert (run.speculation.steps, run.speculation.accepted) == (steps, accepted)
+        assert ended.token_ids == [[98, 99]]
 
 
 def test_llama_cpp_is_asked_in_its_own_way() -> None:

@@ -73,4 +73,4 @@ def test_an_unknown_picture_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["draw.py", "portrait"])
     assert draw.main() == 2
-    assert "draw.py learning" in capsys.readouterr().out
+    assert "docs.images.draw learning" in capsys.readouterr().out

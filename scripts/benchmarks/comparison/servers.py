@@ -237,9 +237,9 @@ def target_of(config: CompareConfig) -> Path:
 
 
 def target_file(config: CompareConfig) -> Path:
-    """Return the target's GGUF file, for llama.cpp. Raises ValueError for a target that is none."""
+    """Return the target's GGUF file, for llama.cpp and OpenVINO. Raises ValueError for a target that is none."""
     if not is_gguf(target := target_of(config)):
-        raise ValueError(f"systems: llama.cpp reads GGUF files, and {target} is none; convert it with its own script")
+        raise ValueError(f"systems: llama.cpp and openvino read GGUF files, and {target} is none; convert it")
     return target
 
 

@@ -8,7 +8,7 @@
     head:auto-tree16  ...                  adaptive trees: at most the 16 best nodes of a beam search
     hf  hf_lookup                          transformers' generate: plain (in batches of prompts), with prompt lookup
                                            (one prompt at a time)
-    llama.cpp  llama.cpp:ngram  vllm:head:chain3  ...      other programs' servers (servers.py)
+    llama.cpp  openvino:ngram  vllm:head:chain3  ...       other programs' servers (servers.py)
 
 All systems of our engine share one Engine; its proposer is set before the clock starts. An adaptive system keeps its
 cost and acceptance models from round to round, as a server does.
