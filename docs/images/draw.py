@@ -35,7 +35,7 @@ from tests.manual_tables import label as label_of
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "scripts" / "results"
 BARS = {OURS: "Headway, head", "off": "Headway, no drafts"}  # ours; the others are programs, each in its fastest mode
-LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 62  # pixels
+LABEL, PANEL, BAR, GAP, TOP = 150, 220, 18, 10, 62  # pixels
 OURS_COLOR, BEST_COLOR, OTHERS_COLOR = "#1a7f37", "#57606a", "#afb8c1"
 COLUMNS, LINES = 92, 60  # of the terminal
 LEFT, RIGHT, UPPER, LOWER = 60, 620, 44, 224  # pixels: the edges of a plot over time
@@ -64,7 +64,7 @@ def chart(results: Mapping[str, Any]) -> str:
         shown = [(BARS.get(system) or program_of(system), system) for system in cells]
         bars = {name: max(speed(cells[system]) for bar, system in shown if bar == name) for name in rows}
         for name, y in rows.items():
-            length = (PANEL - 60) * bars[name] / max(bars.values())
+            length = (PANEL - 70) * bars[name] / max(bars.values())
             color = OURS_COLOR if name in BARS.values() else BEST_COLOR if name == program_of(best) else OTHERS_COLOR
             parts.append(f'<rect x="{left}" y="{y}" width="{length:.0f}" height="{BAR}" fill="{color}"/>')
             parts.append(f'<text x="{left + length + 6:.0f}" y="{y + 14}">{bars[name]:.0f}</text>')

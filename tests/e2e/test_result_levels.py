@@ -116,3 +116,20 @@ def test_the_command_says_whether_a_page_would_change(
     page.write_text(text)
     write(tmp_path, "few-demo_2-core-avx512_2026-11-20", speed, level="avx512", lowered=False)
     assert (tables.main(["--check"]), page.read_text()) == (changed, text)
+
+
+def test_the_front_page_names_the_best_of_the_other_programs_for_every_number_of_requests() -> None:
+    def cells(**speeds: float) -> dict[str, Any]:
+        return {name.replace("_", ":"): {"tokens_per_s": {"median": speed}} for name, speed in speeds.items()}
+
+    one = cells(off=200.0, head_auto5=300.0, openvino=100.0, openvino_ngram=150.0, vllm=90.0)
+    many = cells(off=500.0, head_auto5=450.0, openvino=260.0, openvino_ngram=255.0, vllm=300.0)
+    assert tables.by_best_peer({"results": {"0": {"1": one, "8": many}}}).splitlines() == [
+        "| tokens/s | 1 request | 8 requests |",
+        "| --- | --- | --- |",
+        "| Headway | **300** | **450** |",
+        "| the fastest other program | 150 (OpenVINO, n-gram lookup) | 300 (vLLM) |",
+        "| times as fast | 2.0 | 1.5 |",
+    ]
+    with pytest.raises(ValueError, match="off: no system of another program"):
+        tables.best_peer(cells(off=200.0))

@@ -26,7 +26,7 @@ CACHE_GB = 1
 
 
 class Batcher:
-    """Adds requests to OpenVINO's pipeline and steps it in a thread of its own, which waits while there are none."""
+    """OpenVINO's pipeline, which one thread steps, and to which the others give requests."""
 
     def __init__(self, model: str, threads: int, slots: int, ngram: int, drafts: int) -> None:
         scheduler = openvino_genai.SchedulerConfig()
@@ -38,7 +38,6 @@ class Batcher:
         self._lookup = {"max_ngram_size": ngram, "num_assistant_tokens": drafts} if ngram else {}
         self._arrived = queue.SimpleQueue[tuple[dict[str, Any], Future[list[int]]]]()
         self.counts = Counter[str]()
-        threading.Thread(target=self._run, daemon=True).start()
 
     def answer(self, body: dict[str, Any]) -> list[int]:
         """Return the ids of the completion that the body of a request asks for. Raises what OpenVINO does."""
@@ -55,7 +54,8 @@ class Batcher:
             setattr(config, key, value)
         return config
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Step the pipeline, and wait while it has no request. Raises what a step does, which ends all requests."""
         numbers, active = count(), []
         while True:
             while not active or not self._arrived.empty():
@@ -100,9 +100,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_request(self, *_: Any) -> None:
-        """Write no line per request."""
-
 
 class Listener(ThreadingHTTPServer):
     request_queue_size = 128
@@ -118,7 +115,8 @@ def main() -> None:
     options = vars(parser.parse_args())
     port = options.pop("port")
     Handler.batcher = Batcher(**options)
-    Listener(("127.0.0.1", port), Handler).serve_forever()
+    threading.Thread(target=Listener(("127.0.0.1", port), Handler).serve_forever, daemon=True).start()
+    Handler.batcher.run()
 
 
 if __name__ == "__main__":
