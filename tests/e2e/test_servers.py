@@ -23,7 +23,7 @@ from scripts.benchmarks.prompts import Task, read_prompts
 from tests.manual_tables import label
 
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER = "scripts/benchmarks/comparison/openvino_server.py"
+DRIVER = "tests/peers/openvino_server.py"
 COUNTING = """
 from enum import Enum
 from types import SimpleNamespace

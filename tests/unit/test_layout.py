@@ -43,8 +43,6 @@ import os
 import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or '.') != HERE]"""
-# They run in another program's environment and import nothing of this repository.
-FOREIGN_ENTRY_POINTS = {"scripts/benchmarks/comparison/openvino_server.py"}
 # Libraries that a user may well have installed next to this one, and that this environment does not have.
 FOREIGN = {
     "arctic_inference", "bitsandbytes", "deepspeed", "evaluate", "flashinfer", "lm_eval", "peft", "ray", "requests",
@@ -222,7 +220,7 @@ def test_hugging_face_kernels_is_not_installed() -> None:
 
 def entry_points() -> list[str]:
     scripts = [relative(path) for path in sources("scripts") if "__main__" in path.read_text(encoding="utf-8")]
-    return sorted({*ENTRY_POINTS, *scripts} - FOREIGN_ENTRY_POINTS)
+    return sorted({*ENTRY_POINTS, *scripts})
 
 
 @pytest.mark.parametrize("file", entry_points())

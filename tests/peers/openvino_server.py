@@ -1,6 +1,6 @@
 """Answers OpenAI's completions of token ids with OpenVINO GenAI's continuous batching, for scripts/bench.py.
 
-    .peers/openvino/bin/python scripts/benchmarks/comparison/openvino_server.py --model FILE.gguf --port 8000 ...
+    .peers/openvino/bin/python tests/peers/openvino_server.py --model FILE.gguf --port 8000 ...
 
 Runs in OpenVINO's own environment (`scripts/peers.sh openvino`) and imports nothing of this repository. A request has
 one prompt of token ids and is not streamed. /metrics has vLLM's counters of drafts, if it looks n-grams up: every step
