@@ -115,6 +115,20 @@ def test_pre_empted_requests_take_up_what_they_had(make_engine, expected):
     check_pool(engine._pool, [])
 
 
+def test_an_abort_leaves_no_page_that_is_not_filled(make_engine):
+    """The first token ends a page, and would be computed by the next step."""
+    engine, plain = make_engine(page_size=PAGE), make_engine(proposer="none", prefix_cache=False)
+    for cache in engine._pool.layers.caches:
+        cache.fill_(50.0)  # what nobody has written would show
+    prompt = make_prompts()[10][: 2 * PAGE - 1]
+    name = engine.add(prompt, params())
+    (output,) = engine.step()
+    engine.abort(name)
+    longer = [*prompt, *output.token_ids, 1, 2, 3]
+    assert len(output.token_ids) == 1
+    assert engine.generate([longer], params())[0].token_ids == plain.generate([longer], params())[0].token_ids
+
+
 @parametrize_each(
     {
         "name": ["none", "head chain", "head tree", "draft model", "draft model tree"],
