@@ -266,7 +266,7 @@ class Run:
                 assert prepared.features is not None, "opened if steps are left"
                 features = prepared.features(batch)
                 if features.top is None:
-                    teacher = placement.plain.teach(prepared.target, features.hidden, batch)
+                    teacher = placement.plain.teach(prepared.target, features.hidden, batch, features.whole)
                 else:
                     teacher = recall(features.top, batch, prepared.head.target_ids, prepared.target.config.vocab_size)
             generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))

@@ -26,10 +26,18 @@ class TopTokens(NamedTuple):
     ids: Tensor  # [B, T, k]
 
 
+class WholeVocabulary(NamedTuple):
+    """What the teacher needs of the target's logits beyond the draft vocabulary; 0 where it is not known."""
+
+    log_z: Tensor  # fp32 [B, T], their log-sum-exp
+    choice: Tensor  # int64 [B, T], their argmax
+
+
 class Features(NamedTuple):
     aux: tuple[Tensor, ...]  # [B, T, H] per aux layer
     hidden: Tensor  # [B, T, H] after the final norm; the LM head maps it to the teacher's logits
     top: TopTokens | None = None  # the teacher, in place of `hidden`, which is then [B, T, 0]
+    whole: WholeVocabulary | None = None
 
 
 FeatureSource = Callable[[Batch], Features]  # of exactly the batch's rows, without gradients

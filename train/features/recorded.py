@@ -57,7 +57,7 @@ class FeatureRecorder:
         self._pieces.add(spans, self._layout.encode_states(taken))
 
     def take_logits(self, spans: Sequence[Span], logits: Tensor) -> None:
-        if self._layout.top_k is not None:
+        if self._layout.reads_logits:
             rows = [row for span in spans for row in span.rows]
             self._pieces.add(spans, self._layout.encode_logits(logits[rows]))
 

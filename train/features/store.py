@@ -30,7 +30,7 @@ from kernels.linear import WeightFormat
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.data.sequences import Batch, Sequences
-from train.features.layout import Layout
+from train.features.layout import WHOLE, Layout
 from train.features.online import Features, compute_features
 from train.features.recorded import RecordedFeatures
 from train.preparation.threads import WorkThreads
@@ -44,6 +44,7 @@ SHARD_MB = 512  # an interruption loses at most about this much
 LEAST_SHARDS = 32  # if there are enough sequences, so that an interruption loses little of a small store too
 CHECKSUMS = "crc32"  # tensor of a shard, int64, one per sequence; a shard of an older version has none
 OPEN_SHARDS = 64  # memory maps open at the same time
+STATES = ("features", "scales")  # the tensors of a shard that hold hidden states
 
 
 class Shard(NamedTuple):
@@ -93,14 +94,18 @@ def cut_shards(sequences: Sequences, token_bytes: int) -> list[Shard]:
 
 
 def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout | None:
-    """Return the layout of the store in `folder` if it adds layers to `wanted` and all other keys agree, else None."""
+    """Return the layout of the store in `folder` if it adds layers to `wanted` and all other keys agree, else None.
+
+    A store with or without what is known of the whole vocabulary serves either head.
+    """
     try:
         stored = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         layers = tuple(stored["layers"])
     except (OSError, ValueError, TypeError, KeyError):
         return None  # no store, or one that open_store refuses
-    agrees = all(stored.get(key) == value for key, value in wanted.items() if key != "layers")
-    return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
+    agrees = all(stored.get(key) == value for key, value in wanted.items() if key not in ("layers", WHOLE))
+    there = replace(layout, layers=layers, whole=WHOLE in stored)
+    return there if agrees and there != layout and set(layout.layers) <= set(layers) else None
 
 
 def open_store(folder: Path, wanted: dict[str, Any]) -> None:
@@ -309,7 +314,7 @@ class FeatureStore:
         if any(len(part) != high - low for part in tensors.values()):
             raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
         states = self.layout.decode(tensors)
-        return {"features": states} | {name: part for name, part in tensors.items() if name.startswith("top_")}
+        return {"features": states} | {name: part for name, part in tensors.items() if name not in STATES}
 
 
 class CachedFeatures(FeatureStore):

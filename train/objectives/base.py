@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import vocabulary
 from kernels.dispatch import KINDS
+from kernels.linear import PackedLinear
 from models.heads.base import Head
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
 from train.data.sequences import Batch
-from train.features.online import Features
+from train.features.online import Features, WholeVocabulary
 from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.draft_states import draft_states
@@ -74,6 +75,7 @@ class Objective(nn.Module):
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
         self._narrow = NarrowWeights()
+        self._drafted_rows: PackedLinear | None = None  # of the target's LM head, made when first used
         if config.checkpointing:
             for module in head.modules():
                 if isinstance(module, GatedMLP):  # attention caches keys of earlier steps: no recomputation
@@ -102,10 +104,15 @@ class Objective(nn.Module):
             and all(is_plain(self.head.readout(depth).lm_head) for depth in range(self.steps))
         )
 
-    def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch) -> Teacher:
+    def teach(
+        self, target: LlamaTarget, hidden: Tensor, batch: Batch, whole: WholeVocabulary | None = None
+    ) -> Teacher:
         """Return the teacher for this objective, from the target's last hidden states `[B, T, H]`."""
         if self.native and hidden.dtype in KINDS:
-            return teaching.teach_logits(target, hidden, batch, self.head.target_ids)
+            ids = self.head.target_ids
+            if whole is not None and self._drafted_rows is None:
+                self._drafted_rows = teaching.drafted_rows(target, ids)
+            return teaching.teach_logits(target, hidden, batch, ids, whole, self._drafted_rows)
         return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)
 
     @property

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels import vocabulary
+from kernels.linear import PackedLinear
 from kernels.vocabulary import TeacherLogits
+from models.layers import Linear
 from models.targets.llama import LlamaTarget
 from train.data.sequences import Batch
-from train.features.online import TopTokens
+from train.features.online import TopTokens, WholeVocabulary
 from train.objectives import alignment
 
 CHUNK_ELEMENTS = 2**26  # logits in memory at a time: 256 MB in fp32
@@ -91,16 +93,50 @@ def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tens
     return hidden[where], label, ids.numel() == vocab_size
 
 
+def whole_vocabulary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp, fp32, and argmax of logits `[R, V]`, `[R]` each."""
+    if not vocabulary.supported(logits.device, logits.dtype):
+        return logits.float().logsumexp(-1), logits.argmax(-1)
+    taught, choices = vocabulary.teacher_logits(logits, None)
+    return taught.log_z, choices.choice
+
+
+def drafted_rows(target: LlamaTarget, ids: Tensor) -> PackedLinear | None:
+    """Return the LM head's product with the rows `ids`, whose logits have the same bits; None where it has no copy."""
+    weight = target.lm_head.unpacked_weight() if type(target.lm_head) is Linear else None
+    if weight is None or target.lm_head.packed is None or weight.shape[1] != target.config.hidden_size:
+        return None  # in fewer bits, divided, or behind a projection of its own
+    return PackedLinear(weight[ids], out_dtype=target.lm_head.out_dtype)
+
+
 @torch.no_grad()
-def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
-    """Like `teach`, but keep the target's logits over the draft vocabulary instead of probabilities."""
+def teach_logits(
+    target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, whole: WholeVocabulary | None = None,
+    drafted: PackedLinear | None = None,
+) -> Teacher:  # fmt: skip
+    """Like `teach`, but keep the target's logits over the draft vocabulary instead of probabilities.
+
+    With `whole` and the LM head's `drafted` rows only these logits are computed.
+    """
     rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
+    size = target.config.vocab_size
+    if whole is not None:
+        where = alignment.teacher_rows(batch.assistant)
+        full_z, full_choice = whole.log_z[where], whole.choice[where]
+        if drafted is None or not full_z.all():  # 0: an engine has computed no logits there
+            whole = None
     kept, parts = rows.new_empty(len(rows), ids.numel(), dtype=torch.float32), []
-    for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
-        logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if full_vocab else ids)
+    for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // (size if whole is None else len(ids))):
+        if whole is None:
+            logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if full_vocab else ids)
+        else:
+            assert drafted is not None
+            logits, choices = vocabulary.teacher_logits(target.scaled(drafted(rows[block])), None)
         kept[block] = logits.logits
         parts.append((*logits[1:], *choices))
     log_z, negentropy, mass, choice, draft_choice = (torch.cat(column) for column in zip(*parts, strict=True))
+    if whole is not None:
+        mass, choice = (log_z - full_z).exp(), full_choice
     return Teacher(
         probs=negentropy.new_empty(len(rows), 0),
         negentropy=negentropy,

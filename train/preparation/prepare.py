@@ -73,7 +73,8 @@ class Prepared:
             self.features = online_features(target, layers)
             return
         assert engine.tokenizer is not None
-        layout = Layout.of(target, layers, settings if isinstance(settings, OfflineFeaturesConfig) else None)
+        drafted = self.head.config.draft_vocab_size
+        layout = Layout.of(target, layers, None if online else settings, drafted=drafted)
         record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
         store: FeatureStore
         recorded = None
@@ -105,7 +106,7 @@ class Prepared:
         others = [] if path or folder.is_dir() else sorted(place.glob("*/"))
         for other in (folder, *others):
             if wider := wider_layout(layout, record, other):
-                folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
+                folder, layout, record = other, wider, wider.described(record)
                 break
         store = FeatureStore(folder, self.target, self.head.config.aux_layers, self.sequences, layout)
         recorded = RecordedFeatures(recorded_folder(config, engine, layout))
@@ -142,7 +143,8 @@ def feature_recorder(config: TrainConfig, engine: Engine) -> FeatureRecorder | N
     if data.provides_responses or data.server is not None:
         return None
     assert isinstance(config.head, NewHeadConfig)
-    layout = Layout.of(engine.target, config.head.for_target(engine.target.config).aux_layers, settings)
+    head = config.head.for_target(engine.target.config)
+    layout = Layout.of(engine.target, head.aux_layers, settings, drafted=head.draft_vocab_size)
     return FeatureRecorder(layout, recorded_folder(config, engine, layout), config.sequence_length)
 
 
