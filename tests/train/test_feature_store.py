@@ -26,7 +26,7 @@ from tests.train.running import SETTINGS, assert_equal, run, tensors
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.sequences import Batch, Sequences
 from train.features import store as module
-from train.features.layout import Layout
+from train.features.layout import WHOLE, Layout
 from train.features.online import Features, TopTokens, compute_features
 from train.features.store import SHARD_MB, FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
 from train.loop import train
@@ -206,6 +206,11 @@ def test_a_run_learns_the_same_from_a_store(
     assert losses("run=found", "features=offline", "head.aux_layers=[2,5]") == pytest.approx(fewer, rel=1e-4)
     assert f"features in {store}: 0.00 GB to be stored" in capsys.readouterr().err
     by_path = losses("run=by-path", "features=offline", "head.aux_layers=[2,5]", f"features.path={store}")
+    assert by_path == pytest.approx(fewer, rel=1e-4)
+    older = {key: value for key, value in record.items() if key != WHOLE}
+    assert older != record
+    (store / "manifest.json").write_text(json.dumps(older))  # of a version that stored no log_z and choice
+    by_path = losses("run=older", "features=offline", "head.aux_layers=[2,5]", f"features.path={store}")
     assert by_path == pytest.approx(fewer, rel=1e-4)
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1, 2\]"):
         losses("run=other", "features=offline", f"features.path={store}", "head.aux_layers=[1,2]")

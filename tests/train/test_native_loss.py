@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from kernels import vocabulary
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from train.data.sequences import Batch, Sequences
+from train.features.layout import Layout
 from train.features.online import compute_features
+from train.features.store import CachedFeatures
 from train.objectives.base import Objective
 from train.objectives.losses import NarrowWeights
 
@@ -44,6 +48,31 @@ def learn(objective: Objective, engine: Engine, batch: Batch, precision: torch.d
     gradients = {key: p.grad for key, p in objective.head.named_parameters() if p.grad is not None}
     objective.head.zero_grad()
     return loss.detach(), torch.stack(list(sums)), gradients
+
+
+@needs_compiler
+def test_what_is_stored_of_the_whole_vocabulary_saves_its_logits_and_changes_no_cost(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    responses: Sequences,
+) -> None:  # fmt: skip
+    objective = make_objective(make_head(tiny_target, "eagle3"), "ttt")
+    config = objective.head.config
+    layout = Layout.of(engine.target, config.aux_layers, drafted=config.draft_vocab_size)
+    store = CachedFeatures(tmp_path / "none", engine.target, config.aux_layers, responses, layout)
+    store.fill(2, (0, 1), lambda: None, show=False)
+    features = store(batch)
+    expected = objective.teach(engine.target, features.hidden, batch)
+    assert expected.in_vocab.any()
+    assert not expected.in_vocab.all()
+    unknown = features.whole._replace(log_z=torch.zeros_like(features.whole.log_z))
+    again = objective.teach(engine.target, features.hidden, batch, unknown)
+    monkeypatch.setattr(LlamaTarget, "logits", lambda *_: pytest.fail("logits of the whole vocabulary"))
+    actual = objective.teach(engine.target, features.hidden, batch, features.whole)
+    for teacher in (actual, again):
+        assert torch.equal(teacher.logits.logits.logits, expected.logits.logits.logits)
+        assert torch.equal(teacher.logits.logits.log_z, expected.logits.logits.log_z)
+        assert torch.equal(teacher.in_vocab, expected.in_vocab)
+        torch.testing.assert_close(teacher.mass, expected.mass)
 
 
 @needs_compiler

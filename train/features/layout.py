@@ -18,6 +18,7 @@ from train.objectives import teacher
 
 WHOLE = "whole_vocabulary"  # in a manifest; a store of an older version, and of a head that drafts all tokens, has none
 
+
 @dataclass(frozen=True)
 class Layout:
     """What is stored for every token: hidden states as they are or in fp8, the last one or top-k log-probabilities.

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import vocabulary
 from kernels.dispatch import KINDS
 from kernels.linear import PackedLinear
-from models.heads.base import Head
+from models.heads.base import Head, RecurrentHead
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
@@ -27,7 +27,7 @@ from train.data.sequences import Batch
 from train.features.online import Features, WholeVocabulary
 from train.objectives import alignment
 from train.objectives import teacher as teaching
-from train.objectives.draft_states import draft_states
+from train.objectives.draft_states import draft_states, served_draft_states
 from train.objectives.losses import (
     NarrowWeights,
     SharedGradients,
@@ -104,9 +104,7 @@ class Objective(nn.Module):
             and all(is_plain(self.head.readout(depth).lm_head) for depth in range(self.steps))
         )
 
-    def teach(
-        self, target: LlamaTarget, hidden: Tensor, batch: Batch, whole: WholeVocabulary | None = None
-    ) -> Teacher:
+    def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch, whole: WholeVocabulary | None = None) -> Teacher:
         """Return the teacher for this objective, from the target's last hidden states `[B, T, H]`."""
         if self.native and hidden.dtype in KINDS:
             ids = self.head.target_ids
@@ -178,6 +176,10 @@ class Objective(nn.Module):
 
     def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the states of each step's slots, `[B, M, S]`."""
+        recurrent = isinstance(self.head, RecurrentHead) and batch.ids.device.type == "cpu"
+        if recurrent and slots[0].ndim == 2:  # a GPU would wait for the number of rows
+            trained = alignment.at(alignment.served(batch.assistant), slots[0])
+            return served_draft_states(self.head, batch.ids, aux, self.steps, slots[0], trained, batch.starts)
         return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
 
     def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:

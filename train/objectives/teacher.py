@@ -119,24 +119,18 @@ def teach_logits(
     With `whole` and the LM head's `drafted` rows only these logits are computed.
     """
     rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
-    size = target.config.vocab_size
-    if whole is not None:
-        where = alignment.teacher_rows(batch.assistant)
-        full_z, full_choice = whole.log_z[where], whole.choice[where]
-        if drafted is None or not full_z.all():  # 0: an engine has computed no logits there
-            whole = None
-    kept, parts = rows.new_empty(len(rows), ids.numel(), dtype=torch.float32), []
-    for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // (size if whole is None else len(ids))):
-        if whole is None:
+    where = alignment.teacher_rows(batch.assistant)
+    if whole is not None and drafted is not None and whole.log_z[where].all():  # 0: no engine has computed logits there
+        logits, choices = vocabulary.teacher_logits(target.scaled(drafted(rows)), None)
+        (kept, log_z, negentropy, _), draft_choice = logits, choices.choice
+        mass, choice = (log_z - whole.log_z[where]).exp(), whole.choice[where]
+    else:
+        kept, parts = rows.new_empty(len(rows), ids.numel(), dtype=torch.float32), []
+        for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
             logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if full_vocab else ids)
-        else:
-            assert drafted is not None
-            logits, choices = vocabulary.teacher_logits(target.scaled(drafted(rows[block])), None)
-        kept[block] = logits.logits
-        parts.append((*logits[1:], *choices))
-    log_z, negentropy, mass, choice, draft_choice = (torch.cat(column) for column in zip(*parts, strict=True))
-    if whole is not None:
-        mass, choice = (log_z - full_z).exp(), full_choice
+            kept[block] = logits.logits
+            parts.append((*logits[1:], *choices))
+        log_z, negentropy, mass, choice, draft_choice = (torch.cat(column) for column in zip(*parts, strict=True))
     return Teacher(
         probs=negentropy.new_empty(len(rows), 0),
         negentropy=negentropy,
