@@ -61,6 +61,7 @@ def test_what_is_stored_of_the_whole_vocabulary_saves_its_logits_and_changes_no_
     store = CachedFeatures(tmp_path / "none", engine.target, config.aux_layers, responses, layout)
     store.fill(2, (0, 1), lambda: None, show=False)
     features = store(batch)
+    assert features.whole is not None
     expected = objective.teach(engine.target, features.hidden, batch)
     assert expected.in_vocab.any()
     assert not expected.in_vocab.all()
@@ -69,6 +70,8 @@ def test_what_is_stored_of_the_whole_vocabulary_saves_its_logits_and_changes_no_
     monkeypatch.setattr(LlamaTarget, "logits", lambda *_: pytest.fail("logits of the whole vocabulary"))
     actual = objective.teach(engine.target, features.hidden, batch, features.whole)
     for teacher in (actual, again):
+        assert teacher.logits is not None
+        assert expected.logits is not None
         assert torch.equal(teacher.logits.logits.logits, expected.logits.logits.logits)
         assert torch.equal(teacher.logits.logits.log_z, expected.logits.logits.log_z)
         assert torch.equal(teacher.in_vocab, expected.in_vocab)

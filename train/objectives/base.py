@@ -176,8 +176,8 @@ class Objective(nn.Module):
 
     def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the states of each step's slots, `[B, M, S]`."""
-        recurrent = isinstance(self.head, RecurrentHead) and batch.ids.device.type == "cpu"
-        if recurrent and slots[0].ndim == 2:  # a GPU would wait for the number of rows
+        on_cpu = batch.ids.device.type == "cpu"  # a GPU would wait for the number of rows
+        if isinstance(self.head, RecurrentHead) and on_cpu and slots[0].ndim == 2:
             trained = alignment.at(alignment.served(batch.assistant), slots[0])
             return served_draft_states(self.head, batch.ids, aux, self.steps, slots[0], trained, batch.starts)
         return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)

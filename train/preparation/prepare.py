@@ -73,8 +73,8 @@ class Prepared:
             self.features = online_features(target, layers)
             return
         assert engine.tokenizer is not None
-        drafted = self.head.config.draft_vocab_size
-        layout = Layout.of(target, layers, None if online else settings, drafted=drafted)
+        stored = settings if isinstance(settings, OfflineFeaturesConfig) else None
+        layout = Layout.of(target, layers, stored, drafted=self.head.config.draft_vocab_size)
         record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
         store: FeatureStore
         recorded = None
