@@ -16,6 +16,7 @@ from infer.speculation import control
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, best_plan
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from infer.speculation.control.planner import GAIN, Controller
 from tests.drafts import chain, chains, make_costs, with_rates
 
 
@@ -121,6 +122,23 @@ def test_cheap_rows_are_drafted_and_dear_ones_are_not():
     assert cheap.budgets.get("1", NOTHING).depth < 4
     assert best_plan(2, chains(4, histories), make_costs(row=20.0, draft=0.1), acceptance, 0.0).budgets == {}
     assert best_plan(2, chains(4, histories), make_costs(row=0.1, draft=50.0), acceptance, 0.0).budgets == {}
+
+
+def test_drafts_begin_at_twice_the_gain_at_which_they_go_on():
+    acceptance, histories = with_rates([0.6])
+    candidates = chains(1, histories)
+    (accepted,) = acceptance.chances(histories[0], "head", candidates[0].allowed)
+
+    def costs(gain: float) -> CostModel:
+        """A row more costs 1 of 12 and drafting the rest, so that drafts promise `gain` over plain decoding."""
+        return make_costs(row=1.0, draft=12.0 * (1 + accepted) / (1 + gain) - 13.0)
+
+    controller, drafted = Controller(costs(GAIN * 1.5), acceptance, probe_share=0.0), list[bool]()
+    for gain in (1.5, 2.5, 1.5, 0.5, 1.5):  # times GAIN
+        controller.costs = costs(GAIN * gain)
+        controller.plan(("0",), candidates)
+        drafted.append(bool(controller.current.budgets))
+    assert drafted == [False, True, True, False, False]
 
 
 RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
