@@ -50,8 +50,8 @@ from models.hub import is_hub_id
 from models.quantized.scheme import SECTION
 from models.targets.writing import write_with
 from scripts.errors import command_line, reports_errors
-from train.publishing.provenance import portable, provenance
 from train.storage import atomic
+from train.storage.provenance import portable, provenance
 
 DTYPES = ("f32", "bf16", "f16", *GGML_FORMATS)
 

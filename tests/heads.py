@@ -18,9 +18,9 @@ from models.vocab import build_draft_vocab
 from train.config import SCHEMAS
 from train.data.sequences import Sequences
 from train.features.online import compute_features
+from train.features.teacher import teach
 from train.objectives.base import Objective
 from train.objectives.registry import OBJECTIVES
-from train.objectives.teacher import teach
 
 DRAFT_VOCAB = 200
 # The first variant of each head is served, and drafts five tokens or more.

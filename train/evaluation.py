@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,14 +27,13 @@ from models.heads.block import BlockHead, base_logits
 from models.heads.config import CANDIDATES
 from models.heads.weights import dtype_of
 from models.vocab import coverage
+from train.acceptance import Acceptance, Measured, stated, tau
 from train.config import TrainConfig
+from train.data import alignment
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, FeatureSource
-from train.objectives import alignment
 from train.objectives.base import Objective, StepSums
 from train.objectives.draft_states import draft_states
-from train.publishing.export import Acceptance, Measured, stated, tau
-from train.publishing.trackers import warn
 
 SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
 RANKS = 10  # of drafts whose accuracy is measured
@@ -262,7 +262,8 @@ class Evaluator:
     def _explain(self, index: int, completion: Completion, temperature: float) -> None:
         """Raises ValueError if the engine's output differs from the stored response even without a head."""
         if not self.config.engine.exact:
-            warn("the engine's tokens differ with and without the head (engine.exact=false)")
+            text = "note: the engine's tokens differ with and without the head (engine.exact=false)"
+            print(text, file=sys.stderr, flush=True)
             return
         plain = self._generate(temperature)[index].token_ids
         assert completion.token_ids == plain, "speculation changed a token"

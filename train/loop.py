@@ -23,6 +23,7 @@ from tqdm import tqdm
 from infer.processes.threads import cpu_threads
 from infer.settings.paths import resolve_path
 from train import checkpoint, schedule
+from train.acceptance import stated
 from train.config import TrainConfig
 from train.data.folder import open_data
 from train.data.sequences import Batch, rows_at, seed_of
@@ -38,20 +39,19 @@ from train.distributed.collectives import (
 )
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.features.online import online_features
+from train.features.teacher import recall
 from train.objectives.base import StepSums
-from train.objectives.teacher import recall
 from train.planning.memory_plan import out_of_memory
 from train.planning.plan import check_plan, describe_plan, readable, refuse
 from train.planning.precision import choose_precision
 from train.planning.time_limit import time_limit
 from train.preparation.prepare import feature_recorder, prepare, start_engine, trial_data
-from train.preparation.threads import work_threads
-from train.publishing.export import stated
 from train.publishing.publish import publish_run, verdict
 from train.publishing.trackers import Trackers, make_trackers
 from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, head_flops, limited_memory, memory_bytes
 from train.storage import run_folder
+from train.threads import work_threads
 
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update

@@ -13,7 +13,7 @@ from typing import Any
 from infer.console.command_words import portable_path
 from infer.settings.paths import REPO_ROOT
 from kernels.cpu.level import level, machine_level, processor_flags
-from train.publishing.provenance import git_state, versions
+from train.storage.provenance import git_state, versions
 
 RESULTS = REPO_ROOT / "scripts" / "results"
 ZEN = {"23": "Zen 2 or older", "26": "Zen 5"}  # AMD's families of processors but one, which holds two kinds

@@ -12,10 +12,10 @@ from models.heads.base import Head
 from scripts.proof.cases import Ask
 from scripts.proof.engines import Engines
 from scripts.proof.matrix import proposer_of
+from train.acceptance import Acceptance
 from train.data.sequences import Sequences
 from train.evaluation import simulate
 from train.features.online import compute_features
-from train.publishing.export import Acceptance
 
 TOKENS = 64
 GAP = 0.05  # of τ, between training and serving: rounding moves few tokens, a fault many

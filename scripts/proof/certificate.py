@@ -19,7 +19,7 @@ from scripts.proof.config import ProveConfig
 from scripts.proof.engines import Engines
 from scripts.proof.matrix import Cell
 from scripts.proof.situations import SITUATIONS
-from train.publishing.provenance import versions
+from train.storage.provenance import versions
 
 EQUAL, DIFFERENT, IDLE = "equal", "different", "not exercised"
 NEVER = "another dtype, thread count, machine or version; the server in front of the engine; requests that are aborted"

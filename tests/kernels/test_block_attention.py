@@ -20,7 +20,7 @@ from tests.heads import make_head, make_objective
 from tests.pairwise import parametrize_pairs
 from train.data.sequences import Sequences
 from train.features.online import compute_features
-from train.objectives.teacher import teach
+from train.features.teacher import teach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -18,7 +18,7 @@ from tests.heads import OBJECTIVE_OF, make_head, make_objective
 from tests.kernels.reference.ttt_attention import ttt_attention as oracle
 from train.data.sequences import Sequences
 from train.features.online import compute_features
-from train.objectives.teacher import teach
+from train.features.teacher import teach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

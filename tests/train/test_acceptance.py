@@ -14,10 +14,10 @@ from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from tests import heads
 from tests.train.conftest import STEPS, make_head
+from train.data import alignment
 from train.data.sequences import Sequences
 from train.evaluation import RANKS, Sampling, count_ranks, draft_matches, rank_accuracies, simulate, walk
 from train.features.online import compute_features
-from train.objectives import alignment
 
 
 def table(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.heads.p_eagle.config import PEagleObjectiveConfig
-from train.objectives import alignment
+from train.data import alignment
 
 # position         0  1  2  3  4  5  6  7
 IDS = torch.tensor([10, 11, 12, 13, 14, 15, 16, 17])

@@ -10,9 +10,9 @@ from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from train.data.sequences import Sequences
 from train.features.online import compute_features
+from train.features.teacher import teach
 from train.objectives.base import Objective
 from train.objectives.block import dpace_weights, random_slots
-from train.objectives.teacher import teach
 
 VARIANTS = ("dflash", "dflash, causal window", "dspark", "dspark, rnn", "dflash2", "dflash2, truncated")
 

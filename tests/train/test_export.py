@@ -19,12 +19,13 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
+from train.acceptance import Acceptance, Measured
 from train.config import TrainConfig
 from train.planning.plan import outputs_have_room
 from train.preparation.models import Shapes
 from train.publishing import card as card_module
-from train.publishing.export import Acceptance, Measured, drafts_by_name, export_head, serving_arguments
-from train.publishing.provenance import provenance
+from train.publishing.export import drafts_by_name, export_head, serving_arguments
+from train.storage.provenance import provenance
 
 FACTS = {
     "run": "r",

@@ -29,11 +29,11 @@ from train.features import store as module
 from train.features.layout import WHOLE, Layout
 from train.features.online import Features, TopTokens, compute_features
 from train.features.store import SHARD_MB, FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
+from train.features.teacher import recall, teach
 from train.loop import train
-from train.objectives.teacher import recall, teach
-from train.publishing.provenance import git_state, versions
 from train.signals import Interrupted
 from train.storage import atomic
+from train.storage.provenance import git_state, versions
 
 AUX = (2, 4, 5)
 

@@ -15,11 +15,11 @@ from tests.heads import make_head, make_objective
 from tests.train.running import SETTINGS
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
+from train.features import teacher
 from train.features.online import compute_features
+from train.features.teacher import teach
 from train.loop import train
-from train.objectives import teacher
 from train.objectives.losses import SharedGradients, chunked_sums
-from train.objectives.teacher import teach
 from train.storage.run_folder import read_budget
 
 CHUNK = 13  # slots

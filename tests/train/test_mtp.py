@@ -29,7 +29,7 @@ from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import run
 from train.data.sequences import Sequences
 from train.features.online import compute_features
-from train.objectives.teacher import teach
+from train.features.teacher import teach
 from train.publishing.trackers import read_metrics
 
 STEPS = 4

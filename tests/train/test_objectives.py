@@ -17,13 +17,13 @@ from models.heads.base import Head
 from models.heads.weights import checkpoint_tensors
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
+from train.data import alignment
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, compute_features
-from train.objectives import alignment
+from train.features.teacher import Teacher, teach
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
 from train.objectives.losses import overlap, slot_losses
-from train.objectives.teacher import Teacher, teach
 
 K = 4
 

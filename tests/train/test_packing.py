@@ -19,14 +19,14 @@ from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective
 from tests.pairwise import parametrize_each
 from train.checkpoint import find_checkpoint, load_file
 from train.config import TrainConfig
+from train.data import alignment
 from train.data.sequences import Batch, Sequences, best_fit
 from train.features.layout import Layout
 from train.features.online import Features, compute_features
 from train.features.store import CachedFeatures
+from train.features.teacher import teach
 from train.loop import train
-from train.objectives import alignment
 from train.objectives.base import Objective
-from train.objectives.teacher import teach
 from train.publishing.trackers import read_metrics
 
 K = 3

@@ -20,7 +20,7 @@ from infer.options.exported_heads import export_folder
 from infer.options.literal_text import literal_overrides
 from infer.settings.paths import REPO_ROOT
 from tests.train.running import SETTINGS, run
-from train.publishing.provenance import hub_id, portable
+from train.storage.provenance import hub_id, portable
 
 SMALL = ["data.num_sequences=8", "steps=2", "eval_prompts=2", "eval_max_tokens=8", "data.max_new_tokens=12"]
 

@@ -17,6 +17,7 @@ from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.train.running import SETTINGS, run
 from train.config import OfflineFeaturesConfig
+from train.data import alignment
 from train.data.examples import Example
 from train.data.regenerate import EngineGenerator, collect_parts, read_parts, regenerate
 from train.data.sequences import Sequences
@@ -25,7 +26,6 @@ from train.features.layout import Layout
 from train.features.online import compute_features
 from train.features.recorded import FeatureRecorder, RecordedFeatures
 from train.features.store import FeatureStore
-from train.objectives import alignment
 from train.signals import Interrupted
 
 AUX = (2, 4, 5)

@@ -27,12 +27,12 @@ from tests.train.conftest import full_disk
 from tests.train.launching import ROOT
 from tests.train.running import assert_equal, run, start, tensors, wait_for
 from train import checkpoint, schedule
+from train.acceptance import Acceptance
 from train.config import TrainConfig
 from train.data.regenerate import regenerate
 from train.distributed.strategies import Replicated
 from train.evaluation import Evaluator
 from train.loop import Run, train
-from train.publishing.export import Acceptance
 from train.publishing.trackers import read_metrics
 from train.signals import Interrupted
 from train.storage import run_folder

@@ -17,7 +17,8 @@ from accelerate.state import AcceleratorState
 from infer.config import TrackerConfig, WandbConfig
 from train.publishing import trackers as trackers_module
 from train.publishing.plots import draw_plots
-from train.publishing.trackers import check_tracker, make_trackers, read_metrics, redact, wandb_mode
+from train.publishing.trackers import check_tracker, make_trackers, read_metrics, wandb_mode
+from train.storage.provenance import redact
 
 SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
 

@@ -38,14 +38,14 @@ from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, VARIANTS, WINDOWED, keeps_kv, kind_of, make_head, make_objective, memorise
 from tests.train.conftest import STEPS
 from train.config import FilesDataConfig
+from train.data import alignment
 from train.data.dialogue import first_prompt
 from train.data.examples import parse_row
 from train.data.sequences import Batch, Sequences
 from train.evaluation import simulate
 from train.features.online import Features, compute_features
-from train.objectives import alignment
+from train.features.teacher import teach
 from train.objectives.base import StepSums
-from train.objectives.teacher import teach
 
 WITH_ATTENTION = [name for name in ONE_OF_EACH if keeps_kv(name)]
 BLOCKS = [name for name in ONE_OF_EACH if issubclass(kind_of(name), BlockHead)]

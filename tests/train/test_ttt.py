@@ -21,13 +21,13 @@ from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
 from tests.train.launching import ROOT
+from train.data import alignment, teacher
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, compute_features
-from train.objectives import alignment, teacher
+from train.features.teacher import teach
 from train.objectives.base import Objective, StepSums
 from train.objectives.draft_states import draft_states, served_draft_states
 from train.objectives.losses import SoftCrossEntropy
-from train.objectives.teacher import teach
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from train.features.layout import Layout
 from train.features.online import compute_features
 from train.features.store import CachedFeatures
 from train.preparation import threads as module
-from train.preparation.threads import LOOKS, WorkThreads, work_threads
+from train.threads import LOOKS, WorkThreads, work_threads
 
 
 class Machine:

@@ -35,7 +35,7 @@ from models.targets.llama import LlamaTarget
 from scripts.benchmarks.document import markdown
 from tests.formats import test_other_trainers as recorded
 from tests.heads import VARIANTS, make_head
-from train.objectives import alignment
+from train.data import alignment
 from train.objectives.draft_states import draft_states
 
 HERE, FOLDER = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / ".trainers"

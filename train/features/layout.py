@@ -13,8 +13,8 @@ from kernels.weights.quantize import quantize
 from models.config import LAST
 from models.targets.llama import LlamaTarget
 from train.config import OfflineFeaturesConfig
+from train.features import teacher
 from train.features.online import Features, TopTokens, WholeVocabulary, stored_layers
-from train.objectives import teacher
 
 WHOLE = "whole_vocabulary"  # in a manifest; a store of an older version, and of a head that drafts all tokens, has none
 

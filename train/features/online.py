@@ -15,8 +15,8 @@ from models.attention import CausalAttention
 from models.config import LAST
 from models.targets.llama import LlamaTarget
 from train.config import FeaturesConfig, OnlineFeaturesConfig
+from train.data import alignment
 from train.data.sequences import Batch
-from train.objectives import alignment
 
 
 class TopTokens(NamedTuple):

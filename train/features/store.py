@@ -33,11 +33,11 @@ from train.data.sequences import Batch, Sequences
 from train.features.layout import WHOLE, Layout
 from train.features.online import Features, compute_features
 from train.features.recorded import RecordedFeatures
-from train.preparation.threads import WorkThreads
-from train.publishing.provenance import git_state, versions
 from train.signals import Interrupted
 from train.storage import atomic
+from train.storage.provenance import git_state, versions
 from train.storage.run_folder import tokenizer_record
+from train.threads import WorkThreads
 
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much

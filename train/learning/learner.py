@@ -14,11 +14,11 @@ from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.weights import module_of
 from train.config import SCHEMAS, OptimConfig, default_objective
+from train.features.teacher import recall
 from train.learning.comparison import Comparison, accepted, compared
 from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms, teaches
 from train.learning.replay import Replay
 from train.objectives.registry import OBJECTIVES
-from train.objectives.teacher import recall
 
 NEARER = (0.0, 0.25, 0.5, 0.75)  # shares of the first head in a mean of weights: the least that forgets little is sent
 LEAST_JUDGED = 8  # examples: of fewer the error of a difference says little

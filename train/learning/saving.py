@@ -18,8 +18,8 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.config import LearnConfig, TrainConfig
 from train.preparation.models import give_vocabulary, make_head
-from train.publishing.provenance import target_name
 from train.storage import atomic
+from train.storage.provenance import target_name
 
 
 def write_head(head: Head, folder: Path, config: LearnConfig, target: LlamaTarget, facts: dict[str, Any]) -> None:

@@ -23,10 +23,11 @@ from models.heads.base import Head, RecurrentHead
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
+from train.data import alignment
 from train.data.sequences import Batch
+from train.features import teacher as teaching
 from train.features.online import Features, WholeVocabulary
-from train.objectives import alignment
-from train.objectives import teacher as teaching
+from train.features.teacher import Teacher
 from train.objectives.draft_states import draft_states, served_draft_states
 from train.objectives.losses import (
     NarrowWeights,
@@ -37,7 +38,6 @@ from train.objectives.losses import (
     overlap,
     slot_losses,
 )
-from train.objectives.teacher import Teacher
 
 NATIVE_LOSSES = ("kl", "ce", "label")
 

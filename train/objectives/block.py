@@ -14,11 +14,11 @@ from models.heads.dflash2.config import DFlash2ObjectiveConfig
 from models.heads.dflash2.head import DFlash2Head
 from models.heads.dspark.config import DSparkObjectiveConfig
 from models.heads.objectives import BlockObjectiveConfig
+from train.data import alignment
 from train.data.sequences import Batch
-from train.objectives import alignment
+from train.features.teacher import Teacher
 from train.objectives.base import Objective, Pairs, StepSums, in_fp32
 from train.objectives.losses import overlap, slot_losses
-from train.objectives.teacher import Teacher
 
 
 class BlockObjective(Objective):

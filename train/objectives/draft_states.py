@@ -17,7 +17,7 @@ from models.attention import Attention, BlockAttention, TrainingTimeTestAttentio
 from models.heads.base import Head, MaskHead, RecurrentHead
 from models.heads.block import BlockHead, block_inputs
 from models.heads.weights import dtype_of
-from train.objectives import alignment
+from train.data import alignment
 
 
 def draft_states(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.heads.eagle.config import EagleObjectiveConfig
+from train.features.teacher import Teacher
 from train.objectives.base import Objective
-from train.objectives.teacher import Teacher
 
 DISTRIBUTION_WEIGHT = 0.1  # of the next-token distributions' KL beside the regression, as in the paper
 

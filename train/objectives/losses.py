@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.layers import Linear
-from train.objectives.teacher import Teacher
+from train.features.teacher import Teacher
 
 
 def slot_losses(loss: str, logits: Tensor, teacher: Teacher) -> Tensor:

@@ -14,8 +14,8 @@ from models.attention import CausalAttention
 from models.heads.base import RecurrentHead
 from models.heads.mtp.config import MtpObjectiveConfig
 from models.heads.weights import dtype_of
+from train.data import alignment
 from train.data.sequences import Batch
-from train.objectives import alignment
 from train.objectives.base import Objective
 
 

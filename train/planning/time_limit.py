@@ -14,7 +14,7 @@ from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.sequences import Batch
 from train.features.online import compute_features, fits_cache
 from train.preparation.models import processes, shapes
-from train.preparation.threads import work_threads
+from train.threads import work_threads
 
 SHARE = 0.5  # of minutes=; the other half is for updates and evaluations
 

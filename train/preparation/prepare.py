@@ -41,10 +41,10 @@ from train.features.store import (
 )
 from train.objectives.registry import OBJECTIVES
 from train.preparation.models import give_vocabulary, make_head, open_engine
-from train.preparation.threads import work_threads
 from train.schedule import peak_rate
 from train.signals import StopRequest
 from train.storage.run_folder import recipe
+from train.threads import work_threads
 
 
 @dataclass

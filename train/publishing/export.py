@@ -6,77 +6,27 @@ The folder is replaced atomically. Before that, the exported files are loaded ba
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infer.console.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_overrides, portable_path
 from infer.options.exported_heads import export_folder, is_head, shipped_heads
-from infer.request import SpeculationStats
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.files import load_head, save_head
-from models.heads.measured_tree import RANK_ACCURACY
 from models.heads.measurement import best_measured
 from models.targets.llama import LlamaTarget
 from models.targets.writing import copy_beside
+from train.acceptance import Measured
 from train.config import TrainConfig
 from train.publishing.card import README, card
-from train.publishing.provenance import hub_id, portable, target_name
 from train.storage import atomic
+from train.storage.provenance import hub_id, portable, target_name
 from train.storage.run_folder import refusal
-
-
-def tau(stats: SpeculationStats) -> float:
-    """Return the acceptance length, nan without a verify: no response had a second token."""
-    return stats.acceptance_length if stats.steps else math.nan
-
-
-def stated(value: float, form: str = ".3f", unit: str = "") -> str:
-    """Return a number for people: nan, a mean over nothing, is undefined."""
-    return "undefined" if math.isnan(value) else f"{value:{form}}{unit}"
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance on the held-out prompts at one temperature, simulated by the trainer and measured in the engine."""
-
-    simulated: SpeculationStats
-    engine: SpeculationStats
-
-    @property
-    def gap(self) -> float:
-        """Relative difference of the simulated acceptance length from the engine's; nan if one is undefined."""
-        return tau(self.simulated) / tau(self.engine) - 1
-
-    def summary(self) -> dict[str, Any]:
-        """Return both acceptance lengths, None for one that is undefined."""
-        both = (("simulated", self.simulated), ("engine", self.engine))
-        return {name: round(tau(stats), 4) if stats.steps else None for name, stats in both}
-
-
-@dataclass(frozen=True)
-class Measured:
-    greedy: Acceptance
-    sampled: Acceptance  # at temperature 1
-    rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token had this rank in the draft
-    held_out_prompts: int
-    coverage: float  # share of the tokens of the held-out greedy responses that the draft vocabulary holds
-
-    def record(self) -> dict[str, Any]:
-        counted = {"greedy": self.greedy.engine, "temperature 1": self.sampled.engine}
-        return {
-            "held_out_prompts": self.held_out_prompts,
-            "coverage": round(self.coverage, 4),
-            "counted": {name: asdict(stats) for name, stats in counted.items()},
-            "acceptance_length": self.greedy.summary(),
-            "acceptance_length_sampled": self.sampled.summary(),
-            RANK_ACCURACY: self.rank_accuracy,
-        }
 
 
 def export_head(

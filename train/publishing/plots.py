@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from train.publishing.export import Measured
+from train.acceptance import Measured
 from train.publishing.trackers import read_metrics, warn
 from train.storage import atomic
 

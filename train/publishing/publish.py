@@ -18,8 +18,8 @@ from train.evaluation import acceptance_metrics
 from train.preparation.prepare import Prepared
 from train.publishing.export import drafting_words, drafts_by_name, export_head
 from train.publishing.plots import draw_plots
-from train.publishing.provenance import provenance
 from train.publishing.trackers import Trackers
+from train.storage.provenance import provenance
 from train.storage.run_folder import refusal
 
 

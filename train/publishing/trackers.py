@@ -11,7 +11,6 @@ import json
 import math
 import netrc
 import os
-import re
 import secrets
 import sys
 import threading
@@ -23,13 +22,12 @@ from urllib.parse import urlsplit
 
 from infer.config import TrackerConfig, WandbConfig
 from train.storage import atomic
+from train.storage.provenance import redact
 
 if TYPE_CHECKING:  # importing accelerate takes a second
     from accelerate.tracking import GeneralTracker
 
 METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
-SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # timeout of W&B's initialization, after which the run is tracked offline
 FINISH_SECONDS = 60  # timeout of W&B's upload at the end
 # By tracker: a module of its package and a name in it. A folder `wandb` left by runs imports too, without that name.
@@ -232,17 +230,6 @@ def has_wandb_credentials(url: str) -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return any(host in entries.hosts for host in hosts)
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """Return a copy in which every text whose key names a secret, or that looks like one, is masked."""
-    if isinstance(value, Mapping):
-        return {name: redact(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item, key) for item in value]
-    if isinstance(value, str) and (SECRET_KEY.search(key) or SECRET_VALUE.search(value)):
-        return "***"
-    return value
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

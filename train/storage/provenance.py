@@ -18,9 +18,10 @@ from infer.options.model_names import PACKAGE
 from infer.settings.paths import REPO_ROOT
 from models.fetching import MODELS
 from models.hub import is_hub_id
-from train.publishing.trackers import redact
 
 PACKAGES = ("headway", "torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")
+SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 
 
 def provenance(config: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
@@ -93,3 +94,14 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """Return a copy in which every text whose key names a secret, or that looks like one, is masked."""
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, key) for item in value]
+    if isinstance(value, str) and (SECRET_KEY.search(key) or SECRET_VALUE.search(value)):
+        return "***"
+    return value

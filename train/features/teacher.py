@@ -14,9 +14,9 @@ from kernels.linear import PackedLinear
 from kernels.vocabulary import TeacherLogits
 from models.layers import Linear
 from models.targets.llama import LlamaTarget
+from train.data import alignment
 from train.data.sequences import Batch
 from train.features.online import TopTokens, WholeVocabulary
-from train.objectives import alignment
 
 CHUNK_ELEMENTS = 2**26  # logits in memory at a time: 256 MB in fp32
 
