@@ -19,7 +19,6 @@ import ctypes
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.declarations import structure
@@ -27,7 +26,6 @@ from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address
 
 BLOCK_ELEMENTS = 2**23  # logits per block: 16 MB in bf16
-ROW_TILE = 16  # rows of a block are a multiple of so many: oneDNN takes 1.4 times as long for 778 rows as for 784
 KEPT_ELEMENTS = 2**26  # logit gradients kept for one product into the LM head's gradient: 128 MB in bf16
 LossArguments = structure("vocabulary_loss_args")  # of vocabulary.c
 TeachArguments = structure("vocabulary_teach_args")  # of vocabulary.c
@@ -107,25 +105,23 @@ class LinearLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, narrow: Tensor, weights: Tensor, teacher: TeacherLogits | None,
         rows: Tensor | None, label: Tensor | None, overlap: bool, gradient: bool,
     ):  # fmt: skip
-        states = F.pad(x.to(narrow.dtype), (0, 0, 0, -len(x) % ROW_TILE))
+        states = x.to(narrow.dtype).contiguous()
         if teacher is not None and label is not None and not overlap:
             teacher = None  # not used
         grad_states = x.new_empty(x.shape) if gradient else None
         grad_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
         parts = []
-        for span in spans(len(states), KEPT_ELEMENTS // len(narrow), ROW_TILE):
+        for span in spans(len(x), KEPT_ELEMENTS // len(narrow)):
             kept = states.new_empty(span.stop - span.start if grad_weight is not None else 0, len(narrow))
-            for block in spans(span.stop - span.start, BLOCK_ELEMENTS // len(narrow), ROW_TILE):
+            for block in spans(span.stop - span.start, BLOCK_ELEMENTS // len(narrow)):
                 part = slice(span.start + block.start, span.start + block.stop)
                 out = kept[block] if grad_weight is not None else states.new_empty(part.stop - part.start, len(narrow))
                 torch.mm(states[part], narrow.t(), out=out)
-                part = slice(part.start, min(part.stop, len(x)))
-                real = part.stop - part.start  # rows; the padding's logits are 0, as their gradient shall be
                 block_rows, block_label = (None if column is None else column[part] for column in (rows, label))
                 factor = weights[part] if gradient else None
-                parts.append(block_costs(out[:real], teacher, block_rows, block_label, factor, overlap=overlap))
+                parts.append(block_costs(out, teacher, block_rows, block_label, factor, overlap=overlap))
                 if grad_states is not None:
-                    grad_states[part] = (out @ narrow)[:real]
+                    grad_states[part] = out @ narrow
             if grad_weight is not None:
                 grad_weight += kept.t() @ states[span]
         cost, best, overlaps = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -164,14 +160,10 @@ def block_costs(
     return cost, best, cost.new_empty(0) if overlaps is None else overlaps
 
 
-def spans(count: int, size: int, unit: int = 1) -> list[slice]:
-    """Split 0 .. count into equal parts of at most `size`: a short last part costs as much as a full one.
-
-    count and the parts are multiples of `unit`, and a part has at least one.
-    """
-    count = count // unit
-    parts = max(1, -(-count // max(1, size // unit)))
-    return [slice(count * part // parts * unit, count * (part + 1) // parts * unit) for part in range(parts)]
+def spans(count: int, size: int) -> list[slice]:
+    """Split 0 .. count into equal parts of at most max(1, `size`): a short last part costs as much as a full one."""
+    parts = max(1, -(-count // max(1, size)))
+    return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
 
 class Statistics(NamedTuple):

@@ -21,7 +21,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
     These are the token's bytes inside a text: many decoders drop the space of a text's first word, and of no other.
     """
-    kinds = decoder_kinds(backend)
+    decoder: Any = backend.decoder  # its type stubs lack the state
+    kinds = set[str]() if decoder is None else kinds_of(json.loads(decoder.__getstate__()))
     added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
     count = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     tokens = [backend.id_to_token(index) for index in range(count)]
@@ -65,11 +66,6 @@ def unfinished(tokens: Sequence[bytes]) -> int:
 def is_continuation(token: bytes) -> bool:
     """Return whether the token begins inside a character."""
     return token[:1] >= b"\x80" and token[:1] < b"\xc0"
-
-
-def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder: Any = backend.decoder  # its type stubs lack the state
-    return set() if decoder is None else kinds_of(json.loads(decoder.__getstate__()))
 
 
 def kinds_of(decoder: dict[str, Any]) -> set[str]:

@@ -242,12 +242,6 @@ def read_optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def token_text(value: object) -> str | None:
-    """Return the text of a special token, which HF writes as that text or as {"content": text, ...}."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
 def read_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> text of the special tokens in tokenizer_config.json (`settings`), as passed to templates in HF."""
     if "added_tokens_decoder" not in settings:  # written by an older transformers, which kept them in a separate file
@@ -255,4 +249,6 @@ def read_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     extra = settings.get("extra_special_tokens")
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
-    return {name: text for name, value in named.items() if (text := token_text(value))}
+    # Hugging Face writes a token as its text or as {"content": text, ...}.
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}

@@ -124,7 +124,8 @@ class LlamaTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
-        return self.scaled(self.lm_head(hidden))
+        logits = self.lm_head(hidden)
+        return logits if self.config.logits_scaling == 1 else self.scaled(logits)
 
     def scaled(self, logits: Tensor) -> Tensor:
         return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling

@@ -21,12 +21,13 @@ from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
 from tests.train.launching import ROOT
-from train.data import alignment, teacher
+from train.data import alignment
 from train.data.sequences import Batch, Sequences
+from train.features import teacher
 from train.features.online import Features, compute_features
 from train.features.teacher import teach
 from train.objectives.base import Objective, StepSums
-from train.objectives.draft_states import draft_states, served_draft_states
+from train.objectives.draft_states import draft_states
 from train.objectives.losses import SoftCrossEntropy
 
 
@@ -163,24 +164,6 @@ def test_leaving_prompt_slots_out_changes_no_state(random_head: Eagle3Head, batc
     some = draft_states(random_head, batch.ids, features.aux, STEPS, slots=[slots] * STEPS)
     for a, b in zip(full, some, strict=True):
         assert torch.allclose(alignment.at(a, slots), b, atol=1e-6)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@torch.no_grad()
-def test_slots_in_a_line_have_the_states_of_the_batch(
-    engine: Engine, random_head: Eagle3Head, responses: Sequences, packed: bool
-) -> None:
-    batch = responses.packed([[0, 1], [2]]) if packed else responses.batch([0, 1, 2])
-    aux = compute_features(engine.target, batch, random_head.config.aux_layers).aux
-    batch.assistant[0, -5:] = False  # fewer served slots than the other row has
-    served = alignment.served(batch.assistant)
-    slots = alignment.served_slots(served)
-    trained = alignment.at(served, slots)
-    assert not trained.all()
-    full = draft_states(random_head, batch.ids, aux, STEPS, 0, [slots] * STEPS, batch.starts)
-    line = served_draft_states(random_head, batch.ids, aux, STEPS, slots, trained, batch.starts)
-    for expected, actual in zip(full, line, strict=True):
-        assert torch.allclose(actual, expected.masked_fill(~trained[..., None], 0), atol=1e-6)
 
 
 @torch.no_grad()

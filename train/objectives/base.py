@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import vocabulary
 from kernels.dispatch import KINDS
 from kernels.linear import PackedLinear
-from models.heads.base import Head, RecurrentHead
+from models.heads.base import Head
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
@@ -28,7 +28,7 @@ from train.data.sequences import Batch
 from train.features import teacher as teaching
 from train.features.online import Features, WholeVocabulary
 from train.features.teacher import Teacher
-from train.objectives.draft_states import draft_states, served_draft_states
+from train.objectives.draft_states import draft_states
 from train.objectives.losses import (
     NarrowWeights,
     SharedGradients,
@@ -176,10 +176,6 @@ class Objective(nn.Module):
 
     def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the states of each step's slots, `[B, M, S]`."""
-        on_cpu = batch.ids.device.type == "cpu"  # a GPU would wait for the number of rows
-        if isinstance(self.head, RecurrentHead) and on_cpu and slots[0].ndim == 2:
-            trained = alignment.at(alignment.served(batch.assistant), slots[0])
-            return served_draft_states(self.head, batch.ids, aux, self.steps, slots[0], trained, batch.starts)
         return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
 
     def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:

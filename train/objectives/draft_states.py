@@ -8,12 +8,11 @@ by the head: this equals the engine drafting these tokens, which tests assert fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.attention import Attention, BlockAttention, TrainingTimeTestAttention
+from models.attention import BlockAttention, TrainingTimeTestAttention
 from models.heads.base import Head, MaskHead, RecurrentHead
 from models.heads.block import BlockHead, block_inputs
 from models.heads.weights import dtype_of
@@ -67,48 +66,6 @@ def draft_states(
             state = alignment.at(state, step_slots)
         previous_slots = step_slots
         yield state
-
-
-def served_draft_states(
-    head: RecurrentHead, ids: Tensor, aux: Sequence[Tensor], steps: int, slots: Tensor, served: Tensor,
-    starts: Tensor | None,
-) -> Iterator[Tensor]:  # fmt: skip
-    """As `draft_states` of a recurrent head for the slots `[B, M]` of all depths; 0 but where `served`, bool `[B, M]`.
-
-    Only attention computes on rows of the batch, the rest on those slots in a line that a draft reads: not on padding.
-    """
-    batch, length = ids.shape
-    attention, base_pos, dtype = TrainingTimeTestAttention(starts), alignment.positions(ids, starts), dtype_of(head)
-    last = slots.where(served, -1).amax(-1, keepdim=True)
-    read = (torch.arange(length, device=ids.device) <= last).flatten().nonzero().squeeze(-1)
-    rows = served.flatten().nonzero().squeeze(-1)
-    places = (slots + length * torch.arange(batch, device=ids.device)[:, None]).flatten()[rows]
-    state = head.fuse([feature.flatten(0, 1)[read].to(dtype) for feature in aux]).to(dtype)
-    for step in range(steps):
-        attention.begin_step(step, slots if step else None)
-        line, grid = (places, Grid(attention, rows, slots.shape)) if step else (read, Grid(attention, read, ids.shape))
-        tokens, positions = alignment.draft_tokens(ids, step), alignment.draft_positions(base_pos, step)
-        state = head.step(tokens.flatten()[line], state, positions.flatten()[line], grid, step)
-        if step == 0:
-            state = state.index_select(0, torch.searchsorted(read, places))
-        yield Grid(attention, rows, slots.shape).spread(state)
-
-
-class Grid(NamedTuple):
-    """The attention of rows in a line, which are those of `index` `[N]` in a grid of slots `[B, M]`."""
-
-    attention: Attention
-    index: Tensor
-    shape: torch.Size
-
-    def spread(self, x: Tensor) -> Tensor:
-        """`[N, ...]` -> `[B, M, ...]`, 0 elsewhere."""
-        flat = x.new_zeros(self.shape.numel(), *x.shape[1:])
-        return flat.index_copy(0, self.index, x).unflatten(0, self.shape)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = self.attention(layer, *map(self.spread, (q, k, v)), **options)
-        return out.flatten(0, 1).index_select(0, self.index)
 
 
 def block_draft_states(
