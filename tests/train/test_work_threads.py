@@ -10,12 +10,12 @@ import torch
 from infer.engine import Engine
 from infer.options.cli import compose
 from tests.train.running import assert_equal, run, tensors
+from train import threads as module
 from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.features.layout import Layout
 from train.features.online import compute_features
 from train.features.store import CachedFeatures
-from train.preparation import threads as module
 from train.threads import LOOKS, WorkThreads, work_threads
 
 
