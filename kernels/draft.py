@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -124,8 +124,8 @@ class SharedArrays(NamedTuple):
 
     def addresses(self) -> dict[str, int]:
         """Return the values of FIELDS."""
-        arrays = self._asdict()
-        return {field: at for key, fields in FIELDS.items() for field, at in addresses_of(arrays[key], fields).items()}
+        pairs = (addresses_of(getattr(self, name), rows).items() for name, rows in FIELDS.items())
+        return dict(chain.from_iterable(pairs))
 
 
 def shared_arrays(
@@ -139,15 +139,9 @@ def shared_arrays(
         assert not parameters.restricts
         seeds = padded(torch.stack([parameters.seed_low, parameters.seed_high]), 0, unused)
         temperature = padded(parameters.temperature.clone(), 0, unused)
-    return SharedArrays(
-        numbers=padded(unread, 0, missing),
-        state=padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, missing),
-        seeds=seeds,
-        temperature=temperature,
-        columns=torch.empty(most * count, dtype=torch.int64),
-        keys=torch.empty(most * count),
-        masses=torch.empty(most),
-    )
+    numbers, copied_state = padded(unread, 0, missing), state.clone(memory_format=torch.contiguous_format)
+    ranked = torch.empty(most * count, dtype=torch.int64), torch.empty(most * count), torch.empty(most)
+    return SharedArrays(numbers, padded(copied_state, 0, 0, 0, missing), seeds, temperature, *ranked)
 
 
 class NativeDraft:
@@ -235,8 +229,7 @@ class NativeLevels:
         self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), self._last_rows.data_ptr()
         self._decoder.x, normed = self._arrays.state.data_ptr(), addresses.pop("hidden")
         self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else normed
-        fields = addresses | shared | {"decoder": ctypes.addressof(self._decoder)}
-        self._arguments = copied(native.arguments, fields)
+        self._arguments = copied(native.arguments, addresses | shared | {"decoder": ctypes.addressof(self._decoder)})
 
     def read(self) -> None:
         """Prefill the unread rows without drafting: compute only what later rows need of them."""
