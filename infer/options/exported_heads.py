@@ -172,7 +172,10 @@ def with_head(config: T) -> T:
     """Return a command's config with `head=auto` and `head=published` replaced by a head by name."""
     cfg: Any = config
     unused = hasattr(cfg, "proposer") and cfg.proposer.name not in (AUTO, "head", "combined")
-    return replace(cfg, head=choose_head(cfg.head, cfg.output_dir, cfg.model, quiet=unused))
+    head = choose_head(cfg.head, cfg.output_dir, cfg.model, quiet=unused)
+    if cfg.head.name == AUTO and head.path is None:  # the target has none
+        head = replace(head, name=getattr(cfg, "without_head", head.name))
+    return replace(cfg, head=head)
 
 
 def kind_of(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from infer.batch.params import MAX_SEED
 from infer.config import EngineCommandConfig, register
@@ -12,6 +12,7 @@ from models.checks import choice, number
 
 @dataclass
 class ProveConfig(EngineCommandConfig):
+    without_head: ClassVar[str] = "none"  # proves what drafts without one
     minutes: float = number(5.0, above=0)  # all together: three fifths for the cells, the rest for speed
     # run exactly so many cells, and one round of speed, however long they take; null: as many as `minutes` hold
     cells: int | None = number(None, low=1)

@@ -14,7 +14,6 @@ from infer.batch.tree import MAX_NODES
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.engine.loading import load_parts
-from infer.options.exported_heads import lacks_head
 from scripts.proof.cases import Answer, Ask, Case, Difference, first_difference, run
 from scripts.proof.config import ProveConfig
 from scripts.proof.matrix import proposer_of
@@ -25,8 +24,7 @@ class Engines:
 
     def __init__(self, config: ProveConfig) -> None:
         self._whole = replace(config.engine, tensor_parallel=1)
-        headless = config.head.name == "none" or lacks_head(config.head, config.output_dir, config.model)
-        drafts = replace(config.proposer, name="auto" if headless else "head", adaptive=False)
+        drafts = replace(config.proposer, name="auto" if config.head.name == "none" else "head", adaptive=False)
         names = config.model, config.head, drafts
         self.config, self.parts = config, load_parts(*names, output_dir=config.output_dir, engine=self._whole)
         self.tokenizer, self._answers = self.parts.tokenizer, dict[Ask, Answer]()

@@ -224,6 +224,8 @@ def test_a_target_without_a_head(proof: Proof) -> None:
     _, certificate = proof("head=auto", "head.path=null", "cells=3")
     assert len(certificate["cells"]) == 3
     assert certificate["not_covered"]["chain"].startswith("no head was given")
+    with pytest.raises(ValueError, match="no exported head"):  # one that is asked for must be there
+        proof("head.path=null", "cells=3")
 
 
 def test_ctrl_c_leaves_a_certificate(proof: Proof, monkeypatch, tmp_path) -> None:

@@ -155,7 +155,7 @@ HYBRIDS = (  # what hybrid targets cost beside the rest: recurrent kernels, mixe
 )
 MOST_HYBRID_LINES = 2_766
 PROOF = ("scripts/prove.py", "scripts/proof/*.py", "scripts/chaos.py", "scripts/faults/*.py")
-MOST_PROOF_LINES = 2_592
+MOST_PROOF_LINES = 2_591
 
 
 def test_the_engine_stays_small() -> None:
