@@ -262,8 +262,7 @@ class Evaluator:
     def _explain(self, index: int, completion: Completion, temperature: float) -> None:
         """Raises ValueError if the engine's output differs from the stored response even without a head."""
         if not self.config.engine.exact:
-            text = "note: the engine's tokens differ with and without the head (engine.exact=false)"
-            print(text, file=sys.stderr, flush=True)
+            print("note: the engine's tokens differ with and without the head (engine.exact=false)", file=sys.stderr)
             return
         plain = self._generate(temperature)[index].token_ids
         assert completion.token_ids == plain, "speculation changed a token"

@@ -124,11 +124,8 @@ class LlamaTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
-        logits = self.lm_head(hidden)
-        return logits if self.config.logits_scaling == 1 else self.scaled(logits)
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+        logits, scaling = self.lm_head(hidden), self.config.logits_scaling
+        return logits if scaling == 1 else logits / scaling
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
         """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""

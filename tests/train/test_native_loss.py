@@ -11,6 +11,7 @@ from infer.engine import Engine
 from kernels import vocabulary
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
+from train.data import alignment
 from train.data.sequences import Batch, Sequences
 from train.features.layout import Layout
 from train.features.online import compute_features
@@ -57,7 +58,7 @@ def test_what_is_stored_of_the_whole_vocabulary_saves_its_logits_and_changes_no_
 ) -> None:  # fmt: skip
     objective = make_objective(make_head(tiny_target, "eagle3"), "ttt")
     config = objective.head.config
-    layout = Layout.of(engine.target, config.aux_layers, drafted=config.draft_vocab_size)
+    layout = Layout.for_head(engine.target, config, None)
     store = CachedFeatures(tmp_path / "none", engine.target, config.aux_layers, responses, layout)
     store.fill(2, (0, 1), lambda: None, show=False)
     features = store(batch)
@@ -65,6 +66,8 @@ def test_what_is_stored_of_the_whole_vocabulary_saves_its_logits_and_changes_no_
     expected = objective.teach(engine.target, features.hidden, batch)
     assert expected.in_vocab.any()
     assert not expected.in_vocab.all()
+    taught = alignment.teacher_rows(batch.assistant)
+    assert torch.equal(features.whole.log_z != 0, taught)  # the LM head runs on what a teacher reads alone
     unknown = features.whole._replace(log_z=torch.zeros_like(features.whole.log_z))
     again = objective.teach(engine.target, features.hidden, batch, unknown)
     monkeypatch.setattr(LlamaTarget, "logits", lambda *_: pytest.fail("logits of the whole vocabulary"))

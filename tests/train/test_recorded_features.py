@@ -93,14 +93,14 @@ def test_what_is_recorded_is_what_would_be_computed(
         states, hidden = torch.stack(fresh.aux, 2)[0], fresh.hidden[0]
         stored = taken.take(ids)
         assert stored is not None
-        expected = layout.encode(states, generating.target, hidden)
+        rows = alignment.teacher_rows(assistant[None])[0]
+        expected = layout.encode(states, generating.target, hidden, rows)
         assert stored.keys() == expected.keys()
         actual, computed = layout.decode(stored)[:-1], layout.decode(expected)[:-1]
         largest = computed.abs().amax(-1, keepdim=True)
         allowed = computed.abs() / 8 + largest / 2e5 if dtype == "fp8" else largest * 2e-5
         assert ((actual - computed).abs() <= allowed + 1e-6).all()
         if top_k is not None:
-            rows = alignment.teacher_rows(assistant[None])[0]
             assert rows.any()
             torch.testing.assert_close(
                 stored["top_log_probs"][rows], expected["top_log_probs"][rows], rtol=0, atol=4e-3

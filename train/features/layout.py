@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.weights.quantize import quantize
 from models.config import LAST
+from models.heads.config import HeadShape
 from models.targets.llama import LlamaTarget
 from train.config import OfflineFeaturesConfig
 from train.features import teacher
@@ -41,25 +42,22 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        target: LlamaTarget,
-        aux_layers: Sequence[int],
-        settings: OfflineFeaturesConfig | None = None,
-        *,
-        drafted: int | None = None,
+        cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
     ) -> Layout:
-        """Make the layout for a head that drafts `drafted` tokens of the vocabulary, None for all.
-
-        Raises ValueError if `top_k` exceeds the target's vocabulary.
-        """
+        """Make the layout. Raises ValueError if `top_k` exceeds the target's vocabulary."""
         top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
         if top_k is not None and top_k > target.config.vocab_size:
             raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
         layers = stored_layers(aux_layers) if top_k is None else sorted({*aux_layers})
         sizes = target.config.hidden_size, target.config.vocab_size
-        # of states in fp8 the teacher's logits are others
-        whole = top_k is None and not fp8 and drafted is not None and drafted < sizes[1]
-        return cls(tuple(layers), *sizes, target.norm.weight.dtype, fp8, top_k, whole)
+        return cls(tuple(layers), *sizes, target.norm.weight.dtype, fp8, top_k)
+
+    @classmethod
+    def for_head(cls, target: LlamaTarget, head: HeadShape, settings: OfflineFeaturesConfig | None) -> Layout:
+        """Make the layout for a head's training. Of states in fp8 the teacher's logits would be others."""
+        layout = cls.of(target, head.aux_layers, settings)
+        whole = layout.top_k is None and not layout.fp8 and head.draft_vocab_size < layout.vocab_size
+        return replace(layout, whole=whole)
 
     @property
     def token_bytes(self) -> int:
@@ -86,9 +84,18 @@ class Layout:
         """Return a manifest with the entries of this layout in place of those of another."""
         return {key: value for key, value in record.items() if key != WHOLE} | self.record()
 
-    def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
-        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
-        return {**self.encode_states(states), **self.encode_logits(hidden, target.logits)}
+    def encode(
+        self, states: Tensor, target: LlamaTarget, hidden: Tensor, taught: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm.
+
+        Log-sum-exp and argmax are 0, unknown, but for those that a teacher reads: `taught` bool `[tokens]`, on the CPU.
+        """
+        if taught is None or not self.whole:
+            return self.encode_states(states) | self.encode_logits(hidden, target.logits)
+        known = self.encode_logits(hidden[taught], target.logits).items()
+        placed = {name: value.new_zeros(len(hidden)).masked_scatter(taught, value) for name, value in known}
+        return self.encode_states(states) | placed
 
     def encode_states(self, states: Tensor) -> dict[str, Tensor]:
         """Return what to store, on the CPU, of states `[tokens, layers, H]`."""

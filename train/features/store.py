@@ -29,6 +29,7 @@ from tqdm import tqdm
 from kernels.linear import WeightFormat
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
+from train.data import alignment
 from train.data.sequences import Batch, Sequences
 from train.features.layout import WHOLE, Layout
 from train.features.online import Features, compute_features
@@ -279,9 +280,9 @@ class FeatureStore:
             check()
             work = partial(compute_features, self._target, batch.to(self._device), layout.layers)
             features = threads.timed(work)
-            states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
-            for row, stored in batch.spans(offsets):
-                place(layout.encode(states[row], self._target, features.hidden[row]), stored)
+            states, taught = torch.stack(features.aux, dim=2), alignment.teacher_rows(batch.assistant)
+            for row, stored in batch.spans(offsets):  # of states [B, T, layers, H]
+                place(layout.encode(states[row], self._target, features.hidden[row], taught[row]), stored)
         return out
 
     def __call__(self, batch: Batch) -> Features:

@@ -111,9 +111,13 @@ def drafted_rows(target: LlamaTarget, ids: Tensor) -> PackedLinear | None:
 
 @torch.no_grad()
 def teach_logits(
-    target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, whole: WholeVocabulary | None = None,
+    target: LlamaTarget,
+    hidden: Tensor,
+    batch: Batch,
+    ids: Tensor,
+    whole: WholeVocabulary | None = None,
     drafted: PackedLinear | None = None,
-) -> Teacher:  # fmt: skip
+) -> Teacher:
     """Like `teach`, but keep the target's logits over the draft vocabulary instead of probabilities.
 
     With `whole` and the LM head's `drafted` rows only these logits are computed.
@@ -121,9 +125,10 @@ def teach_logits(
     rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
     where = alignment.teacher_rows(batch.assistant)
     if whole is not None and drafted is not None and whole.log_z[where].all():  # 0: no engine has computed logits there
-        logits, choices = vocabulary.teacher_logits(target.scaled(drafted(rows)), None)
-        (kept, log_z, negentropy, _), draft_choice = logits, choices.choice
-        mass, choice = (log_z - whole.log_z[where]).exp(), whole.choice[where]
+        scaling, logits = target.config.logits_scaling, drafted(rows)
+        logits, choices = vocabulary.teacher_logits(logits if scaling == 1 else logits / scaling, None)
+        kept, log_z, negentropy, _ = logits
+        mass, choice, draft_choice = (log_z - whole.log_z[where]).exp(), whole.choice[where], choices.choice
     else:
         kept, parts = rows.new_empty(len(rows), ids.numel(), dtype=torch.float32), []
         for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):

@@ -164,10 +164,6 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
         )
 
 
-def layout_of(target: LlamaTarget, head: Head, settings: OfflineFeaturesConfig) -> Layout:
-    return Layout.of(target, head.config.aux_layers, settings, drafted=head.config.draft_vocab_size)
-
-
 def plan_disk(
     plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, folder: Path
 ) -> Path | None:
@@ -179,7 +175,7 @@ def plan_disk(
         parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # + one being written, + the best
         parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
     if isinstance(config.features, OfflineFeaturesConfig) and (config.stage == "all" or config.features.record):
-        parts["features"] = tokens * layout_of(target, head, config.features).token_bytes
+        parts["features"] = tokens * Layout.for_head(target, head.config, config.features).token_bytes
         path = config.features.path
         store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
     try:
@@ -337,7 +333,7 @@ def store_fits(config: TrainConfig, target: LlamaTarget, head: Head, checkpoint:
     settings = config.features
     if not isinstance(settings, OfflineFeaturesConfig) or settings.path is None:
         return
-    layout = layout_of(target, head, settings)
+    layout = Layout.for_head(target, head.config, settings)
     wanted = origin(target, Tokenizer.load(checkpoint), layout, config.engine.weight_format)
     if not target.fingerprint:
         del wanted["target"]

@@ -74,7 +74,7 @@ class Prepared:
             return
         assert engine.tokenizer is not None
         stored = settings if isinstance(settings, OfflineFeaturesConfig) else None
-        layout = Layout.of(target, layers, stored, drafted=self.head.config.draft_vocab_size)
+        layout = Layout.for_head(target, self.head.config, stored)
         record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
         store: FeatureStore
         recorded = None
@@ -143,8 +143,7 @@ def feature_recorder(config: TrainConfig, engine: Engine) -> FeatureRecorder | N
     if data.provides_responses or data.server is not None:
         return None
     assert isinstance(config.head, NewHeadConfig)
-    head = config.head.for_target(engine.target.config)
-    layout = Layout.of(engine.target, head.aux_layers, settings, drafted=head.draft_vocab_size)
+    layout = Layout.for_head(engine.target, config.head.for_target(engine.target.config), settings)
     return FeatureRecorder(layout, recorded_folder(config, engine, layout), config.sequence_length)
 
 
