@@ -4,7 +4,7 @@
     HEADWAY_CPU_LEVEL=avx2 python -m tests.exactness_price smollm2-135m
 
 A forward is the products of all linear layers one after another, each once, so that weights come from memory as in a
-step; the LM head's are among them up to 64 rows. The library is oneDNN with weights packed in advance, and torch's own
+step; the LM head's is among them up to 64 rows. The library is oneDNN with weights packed in advance, and torch's own
 call (`F.linear`), in bf16, or in fp32 where oneDNN has no products of 16 bits on this processor; neither promises a row
 the same bits in every batch. Prints medians and the quartiles of our speed relative to each, by number of rows.
 """
@@ -33,20 +33,23 @@ from models.targets import load_target
 
 Product = Callable[[Tensor], Tensor]
 SYSTEMS = ("ours", "oneDNN, packed", "F.linear")
+MOST_CHOSEN = 64  # rows whose next tokens are chosen; of more, a prompt, the LM head runs on few
 
 
-def products(layer: Linear) -> tuple[int, dict[str, Product]]:
-    """Return the inputs of a layer, and its product by system; the library rounds an LM head's logits to its dtype."""
+def products(layer: Linear) -> dict[str, Product]:
+    """Return a layer's product by system. The library rounds an LM head's logits to its dtype."""
     weight = layer.weight.detach()
     wide = weight.to(product_dtype(weight.dtype))
     packed = prepack(wide) if onednn_multiplies(wide.dtype) else None
-    library: Product = lambda x: F.linear(x.to(wide.dtype), wide)  # noqa: E731
-    ahead: Product = library if packed is None else lambda x: multiply(x.to(wide.dtype), packed, None)
-    return weight.shape[1], {
-        "ours": PackedLinear(weight, out_dtype=layer.out_dtype),
-        SYSTEMS[1]: ahead,
-        SYSTEMS[2]: library,
-    }
+
+    def by_torch(x: Tensor) -> Tensor:
+        return F.linear(x.to(wide.dtype), wide)
+
+    def by_onednn(x: Tensor) -> Tensor:
+        return by_torch(x) if packed is None else multiply(x.to(wide.dtype), packed, None)
+
+    ours = PackedLinear(weight, out_dtype=layer.out_dtype)
+    return dict(zip(SYSTEMS, (ours, by_onednn, by_torch), strict=True))
 
 
 def seconds(calls: Sequence[tuple[Product, Tensor]]) -> float:
@@ -57,10 +60,11 @@ def seconds(calls: Sequence[tuple[Product, Tensor]]) -> float:
 
 
 @torch.inference_mode()
-def compare(layers: Sequence[tuple[int, dict[str, Product]]], count: int, rounds: int, dtype: torch.dtype) -> list[str]:
-    """Return the cells of the table's row for `count` rows."""
-    inputs = {size: torch.randn(count, size).to(dtype) for size, _ in layers}
-    calls = {name: [(systems[name], inputs[size]) for size, systems in layers] for name in SYSTEMS}
+def compare(layers: Sequence[Linear], made: Sequence[dict[str, Product]], count: int, rounds: int) -> list[str]:
+    """Return the cells of the table's row for `count` rows through `layers`, whose products were `made`."""
+    inputs = {size: torch.randn(count, size) for size in {layer.in_features for layer in layers}}
+    rows = [inputs[layer.in_features].to(layer.weight.dtype) for layer in layers]
+    calls = {name: [(each[name], x) for each, x in zip(made, rows, strict=True)] for name in SYSTEMS}
     times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
     for turn in range(rounds + 1):
         for name in (*SYSTEMS[turn % 3 :], *SYSTEMS[: turn % 3]):
@@ -78,19 +82,21 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 1024])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 2")
     chosen = parser.parse_args()
+    if chosen.rounds < 2:
+        parser.error(f"--rounds {chosen.rounds}: a spread needs at least 2")
     model = compose("generate", GenerateConfig, [f"model={chosen.model}", "proposer=none", "prompt=x"]).model
-    dtype = getattr(torch, chosen.dtype)
-    target = load_target(str(model.path), dtype=dtype)
-    linears = [module for module in target.modules() if isinstance(module, Linear)]
-    layers = [products(linear) for linear in linears]
-    wide = [linear.out_dtype is None or linear.out_features < 10_000 for linear in linears]
+    target = load_target(str(model.path), dtype=getattr(torch, chosen.dtype))
+    layers = [module for module in target.modules() if isinstance(module, Linear)]
+    layers.sort(key=lambda layer: layer is target.lm_head)  # last, where a prompt does without
+    made = [products(layer) for layer in layers]
     print("| rows | ours, ms | oneDNN, packed, ms | F.linear, ms | ours, times oneDNN's speed | times F.linear's |")
     print("|---|---|---|---|---|---|")
     for count in chosen.rows:
-        chosen_layers = [layer for layer, keep in zip(layers, wide, strict=True) if keep or count <= 64]
-        print("|", " | ".join([str(count), *compare(chosen_layers, count, chosen.rounds, dtype)]), "|", flush=True)
+        used = len(layers) - (count > MOST_CHOSEN)
+        cells = compare(layers[:used], made[:used], count, chosen.rounds)
+        print("|", " | ".join([str(count), *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

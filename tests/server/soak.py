@@ -5,10 +5,10 @@
 
 Requests use the completions, chat completions and responses APIs; some are streamed, some are disconnected midway, and
 some have stop strings, grammars, several choices or invalid values. Texts are random words, or the turns of
-conversations, whose rows hold messages or a prompt; of several conversations a turn is taken in turn, so that each
-comes back with its history. Clients ask again as soon as they are answered, or with --rate so many a second come in a
-Poisson process, whoever waits. Prints a summary with percentiles of what streams waited for, and one line of JSON; the
-exit code is 1 if there was a problem. An API key is read from HEADWAY_API_KEY.
+conversations, whose rows hold messages, a prompt or a question; of several conversations a turn is taken in turn, so
+that each comes back with its history. Clients ask again as soon as they are answered, or with --rate so many a second
+come in a Poisson process, whoever waits. Prints a summary with percentiles of what streams waited for, and one line of
+JSON; the exit code is 1 if there was a problem. An API key is read from HEADWAY_API_KEY.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Report:
 def read_turns(files: Sequence[Path], seed: int) -> Iterator[list[dict[str, str]]]:
     """Yield the messages up to each turn of a user, without end; conversations come in another order each time."""
     rows = [row for file in files for item in read_file(file) if isinstance(row := item.row, dict)]
-    chats = [row.get("messages") or [{"role": "user", "content": row["prompt"]}] for row in rows]
+    asked_of = ({"role": "user", "content": row.get("prompt") or row.get("question")} for row in rows)
+    chats = [row.get("messages") or [alone] for row, alone in zip(rows, asked_of, strict=True)]
     random_ = random.Random(seed)
     while True:
         random_.shuffle(chats)
@@ -273,7 +274,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, help="requests a second, in place of clients that wait for answers")
-    parser.add_argument("--conversations", type=Path, nargs="+", default=[], help="JSON Lines of messages or prompts")
+    parser.add_argument("--conversations", type=Path, nargs="+", default=[], help="files in JSON Lines")
     arguments = parser.parse_args()
     host = urlsplit(arguments.url).hostname or ""
     if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
