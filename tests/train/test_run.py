@@ -41,7 +41,7 @@ from train.publishing.trackers import read_metrics
 from train.schedule import LEAST_UPDATES
 from train.signals import Interrupted
 from train.storage import atomic
-from train.storage.run_folder import name_run, read_budget, resume_command, run_of_head, write_budget
+from train.storage.run_folder import name_run, open_run, read_budget, resume_command, run_of_head, write_budget
 
 
 @pytest.mark.usefixtures("plots")
@@ -552,7 +552,13 @@ def test_two_runs_that_begin_together_replace_no_head_of_each_other(
 
 
 def test_two_runs_in_one_folder_are_refused(settings: list[str], tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    with atomic.lock(tmp_path / "one"), pytest.raises(ValueError, match=r"run=one: another process is training in"):
+    config = compose("train", TrainConfig, [*settings, "run=one"])
+    with open_run(config), pytest.raises(ValueError, match=r"run=one: another process is training in"):
         run(settings, "run=one", "steps=1")
     run(settings, "run=one", "steps=1")
+
+
+def test_a_head_may_lie_in_the_folder_of_its_run(settings: list[str], tmp_path: Path) -> None:
+    """An export locks the folder around the head, which must not be what the run itself has locked."""
+    place = tmp_path / "one" / "head"
+    assert run(settings, "run=one", "steps=1", f"head.path={place}")["export"] == str(place)

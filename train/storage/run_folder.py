@@ -116,10 +116,11 @@ def open_run(config: TrainConfig) -> Iterator[None]:
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
     refuse_other_export(config)
-    atomic.make_folder(folder)
+    own = folder / ".run"  # not the folder itself: an export to a head.path in it locks that
+    atomic.make_folder(own)
     with ExitStack() as stack:
         try:
-            stack.enter_context(atomic.lock(folder))
+            stack.enter_context(atomic.lock(own))
         except BlockingIOError as error:
             raise ValueError(
                 f"run={config.run}: another process is training in {folder}; wait for its end, or give another run="
