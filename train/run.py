@@ -8,6 +8,9 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+# An update's products are long, and beside a busy process it is a fifth faster if threads yield after 0.01 ms.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import infer.options.environment  # noqa: F401
 
 # isort: split

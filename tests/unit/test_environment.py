@@ -19,7 +19,7 @@ OURS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
 )
 def test_threads_spin_shortly_unless_the_user_says_how(chosen: dict[str, str], expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
