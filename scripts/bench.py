@@ -2,6 +2,7 @@
 
     compare      the default: proposers, draft shapes, transformers and other programs, on the same prompts
     evaluate     an exported head by data set, temperature and draft shape
+    train        speed and memory of training, beside the library speculators
 
 `SUBCOMMAND --help` lists the keys; the docstring of scripts/benchmarks/SUBCOMMAND.py says what is done. The last line
 of standard output is one JSON document. `save=NAME` keeps it in scripts/results/.
@@ -18,7 +19,7 @@ import infer.options.environment  # noqa: F401
 
 import importlib
 
-SUBCOMMANDS = ("compare", "evaluate")
+SUBCOMMANDS = ("compare", "evaluate", "train")
 
 
 def main() -> None:

@@ -132,6 +132,6 @@ def main(config: CompareConfig) -> None:
     slower = slower_than_plain(results, config.never_slower)
     for complaint in slower:
         print(f"slower than plain decoding: {complaint}", file=sys.stderr)
-    publish(document(config, engine.target, results), config.save, config.model.name)
+    publish(document(config, engine.target.fingerprint, results), config.save, config.model.name)
     if slower:
         raise SystemExit(1)

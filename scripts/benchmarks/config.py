@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.config import SOURCES, EngineConfig, ModelConfig, ProposerConfig, check_head_and_proposer, register
-from models.checks import MISSING, at_least, check_fields, number, one_of
+from models.checks import MISSING, at_least, bounded, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
 # systems of a comparison, by the first part of their names; scripts/benchmarks/comparison/systems.py defines them
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
 TRANSFORMERS = ("hf", "hf_lookup")
+OURS, THEIRS = "headway", "speculators"  # systems of a comparison of training
+SAVED = "becomes part of a file name; use small letters, digits and '-'", re.compile("[a-z0-9-]+").fullmatch
 
 
 @dataclass
@@ -27,7 +29,7 @@ class PromptsConfig:
     head: HeadConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
-    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
+    save: str | None = bounded(None, *SAVED)  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
     num_prompts: int = number(16, low=1)
     prompt_tokens: int = number(64, low=1)  # length of a prompt cut from the corpus or from plain text
     max_tokens: int = number(128, low=1)
@@ -38,8 +40,6 @@ class PromptsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
-            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
         for key, value in vars(self).items():
             if value == [] and key != "files":
                 raise ValueError(f"{key}=[]: name at least one")
@@ -91,5 +91,24 @@ class EvaluateConfig(PromptsConfig):
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
 
 
-COMMANDS: dict[str, type] = {"bench": CompareConfig, "evaluate": EvaluateConfig}
+@dataclass
+class TrainingConfig:
+    """The keys of `train` beside those of train/run.py; scripts/benchmarks/train.py says what the systems are."""
+
+    systems: list[str] = bounded(
+        [OURS, f"{THEIRS}:1x1024:sdpa"],
+        f"must be {OURS} or {THEIRS}:<rows>x<tokens>, with :sdpa or :eager behind it",
+        re.compile(rf"{OURS}(:\w+)?|{THEIRS}:\d+x\d+(:(sdpa|eager))?").fullmatch,
+    )
+    rounds: int = number(3, low=1)
+    seconds: float = number(20.0, above=0)  # of the measured updates of another library's run; there are at least two
+    peers: str = ".peers"
+    output_dir: str = "outputs"
+    save: str | None = bounded(None, *SAVED)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+COMMANDS: dict[str, type] = {"bench": CompareConfig, "evaluate": EvaluateConfig, "bench_train": TrainingConfig}
 register({}, COMMANDS)

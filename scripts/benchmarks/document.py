@@ -50,9 +50,9 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def document(config: Any, target: Any, results: Any) -> dict[str, Any]:
-    """Return the document of a measurement with `config` on `target`."""
-    named = {"path": without_folders(config.model.path), "fingerprint": target.fingerprint}
+def document(config: Any, fingerprint: str, results: Any) -> dict[str, Any]:
+    """Return the document of a measurement with `config` on the target with this fingerprint."""
+    named = {"path": without_folders(config.model.path), "fingerprint": fingerprint}
     made = {"date": datetime.date.today().isoformat(), "machine": describe_machine(), "target": named}
     return made | {"config": without_folders(asdict(config)), "results": results}
 

@@ -126,4 +126,4 @@ def main(config: EvaluateConfig) -> None:
     systems = {shape: engine_system(name, config, drafts, engine, {}) for shape, name in names.items()}
     cells = measure(config, systems, list(prompt_sets(config, engine)), engine.head.target_ids.cpu())
     print(table(cells, pad=True), end="")
-    publish(document(config, engine.target, cells), config.save, config.model.name)
+    publish(document(config, engine.target.fingerprint, cells), config.save, config.model.name)

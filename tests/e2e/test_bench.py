@@ -156,6 +156,7 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
         (["--help"], "systems"),
         (["compare", "-h"], "never_slower"),
         (["evaluate", "-h"], "shapes"),
+        (["train", "--help"], "seconds"),
     ):
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])
         bench.main()
@@ -163,7 +164,9 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sys, "argv", ["scripts/bench.py", "perplexty"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
-    assert capsys.readouterr().err.startswith("error: perplexty: no such subcommand; there are compare, evaluate\n")
+    assert capsys.readouterr().err.startswith(
+        "error: perplexty: no such subcommand; there are compare, evaluate, train\n"
+    )
 
 
 def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> None:

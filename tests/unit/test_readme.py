@@ -22,6 +22,7 @@ from infer.options.literal_text import literal_overrides
 from models.heads.files import load_head
 from models.targets import load_target
 from scripts.benchmarks import config as benchmark_config
+from scripts.benchmarks.train import divided
 from scripts.faults import config as faults_config
 from scripts.proof import config as proof_config
 from tests.manual_tables import OURS, PAGES, best_peer, newest_programs, rewrite, speed
@@ -75,6 +76,10 @@ def test_commands_parse(line: str) -> None:
     if file == "-m":  # a module
         file, *arguments = arguments[0].replace(".", "/") + ".py", *arguments[1:]
     assert (ROOT / file).is_file()
+    if [file, *arguments[:1]] == ["scripts/bench.py", "train"]:
+        own, arguments = divided(arguments[1:])
+        assert compose("bench_train", benchmark_config.TrainingConfig, own)
+        file = "train/run.py"
     if file in SCHEMAS and "-m" not in arguments:
         command, schema = SCHEMAS.get(" ".join([file, *arguments[:1]]), SCHEMAS[file])
         overrides = literal_overrides([word for word in arguments if "=" in word], schema)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from infer.config import ModelConfig
 from infer.console.compare import Run
 from infer.devices import dtype_name
 from infer.options.exported_heads import head_folder
@@ -232,18 +233,14 @@ def check_built(file: Path, program: str) -> Path:
     return file
 
 
-def target_of(config: CompareConfig) -> Path:
-    return resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
-
-
 def target_file(config: CompareConfig) -> Path:
     """Return the target's GGUF file, for llama.cpp and OpenVINO. Raises ValueError for a target that is none."""
-    if not is_gguf(target := target_of(config)):
+    if not is_gguf(target := resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)):
         raise ValueError(f"systems: llama.cpp and openvino read GGUF files, and {target} is none; convert it")
     return target
 
 
-def target_folder(config: CompareConfig) -> Path:
+def target_folder(model: ModelConfig, peers: str) -> Path:
     """Return the target as a folder in Hugging Face's layout: a GGUF file is dequantized, once, under `peers`.
 
     Raises ValueError for a broken file.
@@ -253,10 +250,10 @@ def target_folder(config: CompareConfig) -> Path:
     from models.targets import load_target
     from models.targets.writing import save_target
 
-    target, dtype = target_of(config), dtype_name(config.model)
+    target, dtype = resolve_checkpoint(model.path_or_hub_id, model.revision), dtype_name(model)
     if not is_gguf(target):
         return target
-    folder = resolve_path(config.peers) / "folders" / f"{fingerprint(target)}-{dtype}"
+    folder = resolve_path(peers) / "folders" / f"{fingerprint(target)}-{dtype}"
     if not folder.is_dir():
         with atomic.replace_folder(folder) as staging:
             save_target(load_target(str(target), dtype=getattr(torch, dtype)), staging)
@@ -301,7 +298,7 @@ FIELDS: dict[str, Callable[[CompareConfig], object]] = {
     "peers": lambda config: resolve_path(config.peers),
     "level": lambda config: build_suffix(),
     "name": lambda config: config.model.name,
-    "folder": target_folder,
+    "folder": lambda config: target_folder(config.model, config.peers),
     "file": target_file,
     "head": eagle3_folder,
     "head_file": head_file,

@@ -132,7 +132,7 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
     wanted = [name for name in TRANSFORMERS if name in config.systems]
     if not wanted:
         return {}
-    dtype, folder = getattr(torch, dtype_name(config.model)), str(target_folder(config))
+    dtype, folder = getattr(torch, dtype_name(config.model)), str(target_folder(config.model, config.peers))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def generate(tasks: list[Task], temperature: float, **options: Any) -> list[list[int]]:
