@@ -2,7 +2,7 @@
 
     python scripts/bench.py train model=demo head=eagle3 systems=[headway,headway:again]
     python scripts/bench.py train model=smollm2-135m head=eagle3 head.draft_vocab_size=8192 data=files \
-        data.path=books.jsonl data.responses=given batch_size=8 sequence_length=2048 \
+        data.path=books.jsonl data.responses=given batch_size=1 sequence_length=2048 \
         systems=[headway,speculators:1x2048:eager,speculators:1x1024:sdpa]
 
 `headway` is train/run.py with the keys of the command line and those of ALWAYS; its first run, which is not measured,
