@@ -8,23 +8,17 @@ keys, which is what the paged kernels do in serving (kernels/attention.py).
 Contract: one fp32 softmax runs over both kinds of keys. Gradients of keys are summed over all rows that see them in a
 fixed order.
 
-The torch implementation processes blocks in groups, so that scores of at most CHUNK_ELEMENTS are in memory at a time;
-with gradients they are recomputed in the backward pass. On CUDA devices a Triton kernel holds only tiles of them
-(kernels/triton/block_attention.py).
+The torch implementation materialises all scores; a Triton kernel on CUDA devices (kernels/triton/block_attention.py)
+and one in C on CPUs (range_attention.py) hold only tiles of them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from kernels.range_attention import RangeAttention, range_dtype
 from kernels.ttt_attention import kernel_dtype
-
-CHUNK_ELEMENTS = 2**24  # scores in memory at a time: 64 MB in fp32
 
 
 def block_attention(
@@ -39,32 +33,17 @@ def block_attention(
     D]`. slots `[B, M]`: each block's anchor slot, in any order. starts `[B, T]`: the slot at which each slot's document
     begins; None: each sequence is one document.
     """
-    if (dtype := kernel_dtype(q)) is not None:
+    dtype, attention = range_dtype(q), RangeAttention
+    if (of_triton := kernel_dtype(q)) is not None:
         from kernels.triton.block_attention import RangesAttention
 
-        lined_up = [x.to(dtype).flatten(1, 2) for x in (q, *block)]
-        bounds = key_bounds(q.shape[2], slots, first_slots(slots, starts), causal=causal, window=window)
-        out = RangesAttention.apply(lined_up[0], *[x.to(dtype) for x in context], *lined_up[1:], *bounds)
-        return out.view(q.shape)
-    return dense_block_attention(q, context, block, slots, starts, causal=causal, window=window)
-
-
-def dense_block_attention(
-    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor,
-    starts: Tensor | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """As `block_attention`, with its other options, in torch."""
-    batch, blocks, rows, heads, _ = q.shape
-    length, first = context[0].shape[1], first_slots(slots, starts)
-    group = max(1, CHUNK_ELEMENTS // (batch * heads * rows * (length + rows)))
-    attend = partial(_attend, **options)
-    if group < blocks and torch.is_grad_enabled():
-        attend = partial(checkpoint, attend, use_reentrant=False)
-    parts = [
-        attend(q[:, part], *context, block[0][:, part], block[1][:, part], slots[:, part], first[:, part])
-        for part in (slice(begin, begin + group) for begin in range(0, blocks, group))
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        dtype, attention = of_triton, RangesAttention
+    if dtype is None:
+        return dense_block_attention(q, context, block, slots, first_slots(slots, starts), causal=causal, window=window)
+    lined_up = [x.to(dtype).flatten(1, 2) for x in (q, *block)]
+    bounds = key_bounds(q.shape[2], slots, first_slots(slots, starts), causal=causal, window=window)
+    out = attention.apply(lined_up[0], *[x.to(dtype) for x in context], *lined_up[1:], *bounds)
+    return out.view(q.shape)
 
 
 def first_slots(slots: Tensor, starts: Tensor | None) -> Tensor:
@@ -72,22 +51,15 @@ def first_slots(slots: Tensor, starts: Tensor | None) -> Tensor:
     return torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
 
 
-def _attend(
-    q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    block_k: Tensor,
-    block_v: Tensor,
-    slots: Tensor,
-    first: Tensor,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-) -> Tensor:
-    length, kv_heads, rows = context_k.shape[1], context_k.shape[2], q.shape[2]
+def dense_block_attention(
+    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor, first: Tensor,
+    *, causal: bool = False, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """As `block_attention`, in torch. first `[B, M]`: the slot at which the document of each anchor begins."""
+    length, kv_heads, rows = context[0].shape[1], context[0].shape[2], q.shape[2]
     q = q.unflatten(3, (kv_heads, -1)).permute(0, 3, 1, 4, 2, 5)  # [B, nkv, M, G, N, D]
-    keys, values = (x.transpose(1, 2) for x in (context_k, context_v))  # [B, nkv, T, D]
-    row_keys, row_values = (x.permute(0, 3, 1, 2, 4)[:, :, :, None] for x in (block_k, block_v))  # [B, nkv, M, 1, N, D]
+    keys, values = (x.transpose(1, 2) for x in context)  # [B, nkv, T, D]
+    row_keys, row_values = (x.permute(0, 3, 1, 2, 4)[:, :, :, None] for x in block)  # [B, nkv, M, 1, N, D]
     mask = torch.cat(visible(length, rows, slots, first, causal=causal, window=window), dim=-1)[:, None, :, None]
     # one product for the rows of all blocks, for each of which torch would copy the context's keys
     context_scores = (q.flatten(2, 4) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:5])

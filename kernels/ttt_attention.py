@@ -7,9 +7,9 @@ a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same 
 Contract: one fp32 softmax runs over both kinds of keys. Gradients are those of the dense form; those of step-0 keys are
 summed over all rows that see them in a fixed order, so that runs are bitwise reproducible.
 
-The torch implementation materialises all scores, `[B, nh, M, T + s]` per step; on CUDA devices a Triton kernel holds
-only tiles of them (kernels/triton/ttt_attention.py). Step 0 with one document per row is plain causal attention, for
-which torch's kernel is used.
+The torch implementation materialises all scores, `[B, nh, M, T + s]` per step; a Triton kernel on CUDA devices
+(kernels/triton/ttt_attention.py) and one in C on CPUs (range_attention.py) hold only tiles of them. Step 0 with one
+document per row is plain causal attention, for which torch's kernel is used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import uses_triton
+from kernels.range_attention import RangeAttention, range_dtype
 
 
 def ttt_attention(
@@ -44,6 +45,13 @@ def ttt_attention(
 
         q, *kv = (x.to(dtype) for x in (q, *keys, *values))
         return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device, window), *kv)
+    if alike and not plain and (dtype := range_dtype(q)) is not None:
+        begin, end = bounds(keys[0].shape[:2], slots, starts, q.device, window)
+        later = len(keys) - 1
+        own = (torch.stack(x[1:], dim=2).flatten(1, 2) if later else x[0][:, :0] for x in map(list, (keys, values)))
+        first = (later * torch.arange(q.shape[1])).to(torch.int32).expand_as(begin)
+        kv = (x.to(dtype) for x in (keys[0], values[0], *own))
+        return RangeAttention.apply(q.to(dtype), *kv, begin, end, first, first + later)
     return dense(q, keys, values, slots, starts, window)
 
 

@@ -8,7 +8,7 @@ paged one is part of the engine (infer/kvcache/pool.py, kernels/attention.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +153,33 @@ class TrainingTimeTestAttention:
         values.append(operand(v))
         last = None if window is None else window - self._step  # the row lies as many positions past its slot
         return ttt_attention(q, keys, values, self._slots, self._starts, last).flatten(2)
+
+
+def select(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows `[N]` of x `[B, T, ...]`, numbered through all sequences: `[N, ...]`."""
+    return x.flatten(0, 1).index_select(0, rows)
+
+
+class ServedAttention(NamedTuple):
+    """Attention of rows in a line, `[N, ...]`: those of `rows` among the slots `[B, M]` that `attention` runs on.
+
+    With `kept` all slots `[B, T]` come in, whose keys are read, and the outputs are those of the slots `kept` `[N]`.
+    """
+
+    attention: TrainingTimeTestAttention
+    rows: Tensor
+    slots: torch.Size
+    kept: Tensor | None = None
+
+    def spread(self, x: Tensor) -> Tensor:
+        """`[N, ...]` -> `[B, M, ...]`, 0 elsewhere."""
+        full = x.new_zeros(self.slots.numel(), *x.shape[1:])
+        return full.index_copy(0, self.rows, x).unflatten(0, self.slots)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        own = (q, k, v) if self.kept is None else (select(q, self.kept),)
+        q, *kv = map(self.spread, own)
+        return select(self.attention(layer, q, *(kv or (k, v)), **options), self.rows)
 
 
 class BlockAttention:

@@ -17,7 +17,7 @@ from kernels.draft import DraftParts
 from kernels.elementwise import rotate
 from kernels.linear import PackedLinear
 from kernels.operands import QKNorm
-from models.attention import Attention, Decode, Project, Rotary
+from models.attention import Attention, Decode, Project, Rotary, select
 from models.config import ATTENTION, TargetConfig
 from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
 
@@ -54,7 +54,10 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
         attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
-        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+        if residual is None:
+            return self.o_proj(attended)
+        kept: Tensor | None = getattr(attention, "kept", None)  # in training: the only rows whose outputs are read
+        return self.o_proj.add(residual if kept is None else select(residual, kept), attended)
 
     def parts(self) -> dict[str, Any]:
         """Return what models.decoder.parts_of reads of a mixer."""

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import Tensor
+
+from kernels import range_attention
+from kernels.triton import SWITCH
+
+FORMS = ("native", "torch", "triton")  # in which attention of training can run
+
+
+def choose_form(patch: pytest.MonkeyPatch, form: str) -> None:
+    """Let attention of training run in C (on a GPU in Triton), in torch, or in Triton, in this order."""
+    patch.setenv(SWITCH, "auto" if form == "native" else form)
+    if form != "native":
+        patch.setattr(range_attention, "library", lambda: None)
+
 
 Expected = Tensor | Callable[[], Tensor]  # computed only if it is compared
 

@@ -1,4 +1,4 @@
-"""Attention of block drafters in training, in torch and in Triton's interpreter, against a dense float64 form.
+"""Attention of block drafters in training, in C, torch and Triton's interpreter, against a dense float64 form.
 
 The dense form is written row by row from the rules.
 """
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import block_attention as module
+from infer.processes.threads import cpu_threads
 from kernels.block_attention import block_attention
-from kernels.triton import SWITCH
 from kernels.triton.block_attention import RangesAttention
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
+from tests.kernels.comparing import FORMS, choose_form
 from tests.pairwise import parametrize_pairs
 from train.data.sequences import Sequences
 from train.features.online import compute_features
@@ -81,9 +81,9 @@ def compare(sizes: Sizes, causal: bool, window: int | None, packed: bool, dtype:
         assert error < bound
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(SWITCH, request.param)
+    choose_form(monkeypatch, request.param)
     return request.param
 
 
@@ -103,22 +103,17 @@ def test_narrow_dtypes(form: str, dtype: torch.dtype, bound: float) -> None:
     compare(Sizes(1, 140, 18, 8, 2, 1), False, None, True, dtype, bound)
 
 
-def test_groups_of_blocks_give_what_all_at_once_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_changes_no_bit() -> None:
     generator, sizes = torch.Generator().manual_seed(2), Sizes()
-    inputs = sizes.inputs(torch.float32, generator)
+    q, context_k, context_v, k, v = inputs = sizes.inputs(torch.bfloat16, generator)
     slots = torch.randint(sizes.length, (sizes.batch, sizes.blocks), generator=generator).to(DEVICE)
-    monkeypatch.setenv(SWITCH, "torch")
-
-    def run() -> list[Tensor]:
-        q, context_k, context_v, k, v = inputs
-        out = block_attention(q, (context_k, context_v), (k, v), slots, sizes.starts())
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-    at_once = run()
-    scores = sizes.batch * sizes.heads * sizes.rows * (sizes.length + sizes.rows)  # of one block
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * scores)
-    for one, other in zip(at_once, run(), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    results = []
+    for count in (1, 3):
+        with cpu_threads(count):
+            out = block_attention(q, (context_k, context_v), (k, v), slots, sizes.starts())
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 5}], ids=["whole blocks", "causal, window"])
@@ -135,16 +130,17 @@ def test_an_objective_learns_the_same(
     launched, losses, gradients = [], [], []
     original = RangesAttention.forward
     monkeypatch.setattr(RangesAttention, "forward", lambda ctx, *args: launched.append(1) or original(ctx, *args))
-    for switch in ("torch", "triton"):
-        monkeypatch.setenv(SWITCH, switch)
+    for form in FORMS:
+        choose_form(monkeypatch, form)
         generator = torch.Generator().manual_seed(0)
         loss, _ = objective(batch, features, teacher, objective.denominators(batch), generator=generator)
         objective.zero_grad()
         loss.backward()
         losses.append(loss.detach())
         gradients.append(torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]))
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-6)
     assert len(launched) == 2  # one per layer
 
 

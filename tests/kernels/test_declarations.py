@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from kernels import attention, decoder, draft, linear, recurrence, recurrent_parts, vocabulary, walk
+from kernels import attention, decoder, draft, linear, range_attention, recurrence, recurrent_parts, vocabulary, walk
 from kernels.cpu import segments
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import compiler, flags, library
@@ -26,6 +26,7 @@ STRUCTURES = {
     "decoder_args": (decoder.DecoderArguments, "decoder.h"),
     "draft_args": (draft.DraftArguments, "draft.c"),
     "branch_args": (draft.Branch, "draft.c"),
+    "range_args": (range_attention.RangeArguments, "range_attention.c"),
     "delta_net": (recurrent_parts.DeltaNet, "recurrence.h"),
     "convolve_args": (recurrence.ConvolveArguments, "recurrence.c"),
     "scan_args": (recurrence.ScanArguments, "recurrence.c"),

@@ -40,7 +40,6 @@ from train.publishing import publish
 from train.publishing.trackers import read_metrics
 from train.schedule import LEAST_UPDATES
 from train.signals import Interrupted
-from train.storage import atomic
 from train.storage.run_folder import name_run, open_run, read_budget, resume_command, run_of_head, write_budget
 
 

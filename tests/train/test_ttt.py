@@ -19,6 +19,7 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import target_ids
+from tests.heads import make_head as make_any_head
 from tests.train.conftest import STEPS, make_head
 from tests.train.launching import ROOT
 from train.data import alignment
@@ -164,6 +165,26 @@ def test_leaving_prompt_slots_out_changes_no_state(random_head: Eagle3Head, batc
     some = draft_states(random_head, batch.ids, features.aux, STEPS, slots=[slots] * STEPS)
     for a, b in zip(full, some, strict=True):
         assert torch.allclose(alignment.at(a, slots), b, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle", "mtp", "mlp"])
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_only_served_slots_are_computed(engine: Engine, tiny_target: LlamaTarget, name: str, packed: bool) -> None:
+    """Prompts and padding contribute keys, and have no states."""
+    masks = [[False] * 3 + [True] * 6, [False] * 4 + [True] * 9 + [False] * 3, [False] * 9]
+    documents = Sequences.of([(list(range(7, 7 + len(mask))), mask) for mask in masks])
+    batch = documents.packed([[0, 1], [0]]) if packed else documents.batch(range(3))
+    head = make_any_head(tiny_target, name)
+    features = compute_features(engine.target, batch, head.config.aux_layers)
+    served = alignment.served(batch.assistant)
+    slots = alignment.served_slots(served)
+    full = draft_states(head, batch.ids, features.aux, STEPS, starts=batch.starts)
+    some = draft_states(head, batch.ids, features.aux, STEPS, 0, [slots] * STEPS, batch.starts, served)
+    own = alignment.at(served, slots)
+    for a, b in zip(full, some, strict=True):
+        assert torch.allclose(alignment.at(a, slots)[own], b[own], atol=1e-5)
+        assert not b[~own].any()
 
 
 @torch.no_grad()

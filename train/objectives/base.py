@@ -176,7 +176,8 @@ class Objective(nn.Module):
 
     def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the states of each step's slots, `[B, M, S]`."""
-        return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
+        served = alignment.served(batch.assistant)
+        return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts, served)
 
     def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:
         """Return the first slot that is trained on, and the slots of each step, as `draft_states` takes them."""

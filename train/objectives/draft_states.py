@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from models.attention import BlockAttention, TrainingTimeTestAttention
+from models.attention import BlockAttention, ServedAttention, TrainingTimeTestAttention, select
 from models.heads.base import Head, MaskHead, RecurrentHead
 from models.heads.block import BlockHead, block_inputs
 from models.heads.weights import dtype_of
@@ -27,45 +27,76 @@ def draft_states(
     first: int = 0,
     slots: Sequence[Tensor] | None = None,
     starts: Tensor | None = None,
+    served: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the states of depths 0 .. K-1 for slots `first ..`, `[B, T - first, S]` each, as input of `head.logits`.
 
     ids `[B, T]`, aux one `[B, T, Ht]` per feature. With `slots` depth k yields only `slots[k]`, `[M]` or `[B, M]`, a
     subset of those of the depth before, as a parallel head is trained (arXiv 2602.01469). All others only contribute
     keys and values at depth 0. starts `[B, T]`: where each slot's document begins, if several are packed into a row.
+    served `[B, T]`: a recurrent head's states of other slots are 0.
     """
+    every = torch.arange(first, ids.shape[1], device=ids.device)
     if isinstance(head, BlockHead):
         yield from block_draft_states(head, ids, aux, steps, first, slots, starts)
-        return
-    assert isinstance(head, RecurrentHead | MaskHead)
-    length, attention, base_pos = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
-    dtype = dtype_of(head)
+    elif isinstance(head, RecurrentHead):
+        own = (every if slots is None else slots[0]).expand(len(ids), -1)
+        yield from recurrent_draft_states(head, ids, aux, steps, own, starts, served)
+    else:
+        assert isinstance(head, MaskHead)
+        yield from mask_draft_states(head, ids, aux, [every] * steps if slots is None else slots, starts)
+
+
+def mask_draft_states(
+    head: MaskHead, ids: Tensor, aux: Sequence[Tensor], slots: Sequence[Tensor], starts: Tensor | None
+) -> Iterator[Tensor]:
+    """As `draft_states`, for a mask head."""
+    attention, base_pos, dtype = TrainingTimeTestAttention(starts), alignment.positions(ids, starts), dtype_of(head)
     state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)  # under autocast the result is fp32
-    mask_slot = head.mask_slot() if isinstance(head, MaskHead) else None
-    all_slots = torch.arange(first, length, device=ids.device)
-    previous_slots = all_slots
-    for step in range(steps):
-        step_slots = all_slots if slots is None else slots[step]
-        positions = alignment.draft_positions(base_pos, step)
-        if step == 0:
-            attention.begin_step(0)
-            tokens = alignment.draft_tokens(ids, 0)
-            state = head.step(tokens, state, positions, attention, 0)
-        else:
-            attention.begin_step(step, step_slots)
-            positions = alignment.at(positions, step_slots)
-            if mask_slot is not None:
-                tokens = torch.full_like(positions, mask_slot[0])
-                before = mask_slot[1].to(dtype).expand(*positions.shape, -1)
-            else:
-                tokens = alignment.at(alignment.draft_tokens(ids, step), step_slots)
-                fewer = step_slots.shape[-1] < previous_slots.shape[-1]
-                before = state[:, torch.searchsorted(previous_slots, step_slots)] if fewer else state
-            state = head.step(tokens, before, positions, attention, step)
-        if step == 0 and (step_slots.ndim == 2 or step_slots.shape[-1] < length):
-            state = alignment.at(state, step_slots)
-        previous_slots = step_slots
+    mask_slot = head.mask_slot()
+    attention.begin_step(0)
+    state = alignment.at(head.step(alignment.draft_tokens(ids, 0), state, base_pos, attention, 0), slots[0])
+    yield state
+    for step in range(1, len(slots)):
+        attention.begin_step(step, slots[step])
+        positions = alignment.at(alignment.draft_positions(base_pos, step), slots[step])
+        if mask_slot is not None:
+            state = mask_slot[1].to(dtype).expand(*positions.shape, -1)
+        tokens = torch.full_like(positions, mask_slot[0] if mask_slot else 0)
+        state = head.step(tokens, state, positions, attention, step)
         yield state
+
+
+def recurrent_draft_states(
+    head: RecurrentHead,
+    ids: Tensor,
+    aux: Sequence[Tensor],
+    steps: int,
+    slots: Tensor,
+    starts: Tensor | None,
+    served: Tensor | None,
+) -> Iterator[Tensor]:
+    """As `draft_states`, for a recurrent head and the slots `[B, M]` of all depths.
+
+    What depth 0 reads is computed for all slots, the rest for the served ones, in a line: attention alone runs on rows.
+    """
+    batch, length = ids.shape
+    attention, base_pos, dtype = TrainingTimeTestAttention(starts), alignment.positions(ids, starts), dtype_of(head)
+    own = torch.ones_like(slots, dtype=torch.bool) if served is None else alignment.at(served, slots)
+    rows = own.flatten().nonzero().squeeze(-1)
+    kept = (slots + length * torch.arange(batch, device=ids.device)[:, None]).flatten()[rows]
+    line = ServedAttention(attention, rows, slots.shape)
+    state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)
+    for step in range(steps):
+        tokens, positions = alignment.draft_tokens(ids, step), alignment.draft_positions(base_pos, step)
+        if step == 0:
+            attention.begin_step(0, slots if head.keeps_rows else None)
+            state = head.step(tokens, state, positions, line._replace(kept=kept) if head.keeps_rows else attention, 0)
+            state = state if head.keeps_rows else select(state, kept)
+        else:
+            attention.begin_step(step, slots)
+            state = head.step(tokens.flatten()[kept], state, positions.flatten()[kept], line, step)
+        yield line.spread(state)
 
 
 def block_draft_states(

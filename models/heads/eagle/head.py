@@ -67,6 +67,7 @@ class FeatureHead(RecurrentHead):
 
 class EagleHead(FeatureHead):
     config: EagleConfig
+    keeps_rows = True
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)

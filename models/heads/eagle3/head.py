@@ -118,6 +118,10 @@ class Eagle3Layers(Head):
 class Eagle3Head(Eagle3Layers, RecurrentHead):
     from_slot = True
 
+    @property
+    def keeps_rows(self) -> bool:
+        return len(self.layers) == 1
+
     def draft_parts(self) -> DraftParts | None:
         final, before = (self.norm, None) if self.config.norm_output else (None, self.norm.weight)
         decoder = self._fused_decoder.decoder(self.layers, final, packed=self.fc.packed is not None)
