@@ -186,6 +186,21 @@ def by_shape(result: Cell) -> str:
     return markdown(header, rows) + f"\nIds equal to plain decoding's: {all_or_not(result['results'])}.\n"
 
 
+def by_training(result: Cell) -> str:
+    """Return a table of a comparison of training with one row per system; memory is the process's peak."""
+    rows = [
+        [
+            name,
+            f"{cell['tokens_per_s']:.0f}",
+            f"{cell['ratio']:.2f} ({' to '.join(f'{ratio:.2f}' for ratio in cell['ratio_from_to'])})",
+            f"{cell['memory_gb']:.2f}",
+            f"{cell['tokens_per_update']:.0f}",
+        ]
+        for name, cell in result["results"].items()
+    ]
+    return markdown(["", "tokens/s", "ratio", "memory, GB", "tokens an update"], rows)
+
+
 def best_peer(cells: Mapping[str, Cell]) -> str:
     """Return the fastest system of another program. Raises ValueError if there is none."""
     peers = [name for name in cells if not is_ours(name)]
@@ -225,6 +240,8 @@ def table_of(result: Cell) -> str:
     """Return the table that fits a result: by what its script measured and what that varied."""
     if isinstance(result["results"], list):
         return by_shape(result)
+    if "comparison" in result:
+        return by_training(result)
     if result["config"]["never_slower"] is not None:
         return by_batch(result)
     return by_program(result) if len(result["results"]) == 1 else by_system(result)

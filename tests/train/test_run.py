@@ -58,7 +58,7 @@ def test_what_a_run_leaves_behind(
     assert result["gap"] == 0.0
     files = {path.name for path in (tmp_path / "one").iterdir()}
     assert files == {"config.yaml", "schedule.json", "metrics.jsonl", "data", "checkpoints", "tensorboard"} | {
-        "loss.png", "acceptance.png", "acceptance_by_depth.png",
+        "loss.png", ".run", "acceptance.png", "acceptance_by_depth.png",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "one" / "checkpoints").iterdir()} == {
         "latest", "best", "step-000020", "step-000025", "step-000030",
