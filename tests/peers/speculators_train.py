@@ -141,8 +141,8 @@ def main(place: Path, folder: Path, target: str, system: str, seconds: float) ->
     count = write_data(place, folder / "data", config["sequence_length"], tokens)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
 
-    from speculators.train import cli, trainer
-    from speculators.train.config import TrainConfig
+    from speculators.train import cli, trainer  # pyright: ignore[reportMissingImports]
+    from speculators.train.config import TrainConfig  # pyright: ignore[reportMissingImports]
 
     use_cpu(cli, trainer)
     if config["engine"]["threads"]:
@@ -172,4 +172,5 @@ def main(place: Path, folder: Path, target: str, system: str, seconds: float) ->
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:5], float(sys.argv[5]))
+    chosen_place, chosen_folder, *names, limit = sys.argv[1:]
+    main(Path(chosen_place), Path(chosen_folder), names[0], names[1], float(limit))
