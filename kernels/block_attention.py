@@ -39,7 +39,7 @@ def block_attention(
 
         dtype, attention = of_triton, RangesAttention
     if dtype is None:
-        return dense_block_attention(q, context, block, slots, first_slots(slots, starts), causal=causal, window=window)
+        return dense_block_attention(q, context, block, slots, starts, causal=causal, window=window)
     lined_up = [x.to(dtype).flatten(1, 2) for x in (q, *block)]
     bounds = key_bounds(q.shape[2], slots, first_slots(slots, starts), causal=causal, window=window)
     out = attention.apply(lined_up[0], *[x.to(dtype) for x in context], *lined_up[1:], *bounds)
@@ -52,15 +52,16 @@ def first_slots(slots: Tensor, starts: Tensor | None) -> Tensor:
 
 
 def dense_block_attention(
-    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor, first: Tensor,
-    *, causal: bool = False, window: int | None = None,
+    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor,
+    starts: Tensor | None = None, *, causal: bool = False, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `block_attention`, in torch. first `[B, M]`: the slot at which the document of each anchor begins."""
+    """As `block_attention`, in torch."""
     length, kv_heads, rows = context[0].shape[1], context[0].shape[2], q.shape[2]
     q = q.unflatten(3, (kv_heads, -1)).permute(0, 3, 1, 4, 2, 5)  # [B, nkv, M, G, N, D]
     keys, values = (x.transpose(1, 2) for x in context)  # [B, nkv, T, D]
     row_keys, row_values = (x.permute(0, 3, 1, 2, 4)[:, :, :, None] for x in block)  # [B, nkv, M, 1, N, D]
-    mask = torch.cat(visible(length, rows, slots, first, causal=causal, window=window), dim=-1)[:, None, :, None]
+    seen_keys = visible(length, rows, slots, first_slots(slots, starts), causal=causal, window=window)
+    mask = torch.cat(seen_keys, dim=-1)[:, None, :, None]
     # one product for the rows of all blocks, for each of which torch would copy the context's keys
     context_scores = (q.flatten(2, 4) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:5])
     scores = torch.cat([context_scores, q @ row_keys.transpose(-1, -2)], dim=-1) * q.shape[-1] ** -0.5

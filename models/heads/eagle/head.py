@@ -67,7 +67,10 @@ class FeatureHead(RecurrentHead):
 
 class EagleHead(FeatureHead):
     config: EagleConfig
-    keeps_rows = True
+
+    @property
+    def keeps_rows(self) -> bool:
+        return True
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
