@@ -155,8 +155,9 @@ class TrainingTimeTestAttention:
         return ttt_attention(q, keys, values, self._slots, self._starts, last).flatten(2)
 
 
-def select(x: Tensor, rows: Tensor) -> Tensor:
+def select(x: Tensor | None, rows: Tensor) -> Tensor:
     """Return rows `[N]` of x `[B, T, ...]`, numbered through all sequences: `[N, ...]`."""
+    assert x is not None, "a layer that computes kept rows alone has a residual"
     return x.flatten(0, 1).index_select(0, rows)
 
 

@@ -54,10 +54,9 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
         attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
-        if residual is None:
-            return self.o_proj(attended)
-        kept: Tensor | None = getattr(attention, "kept", None)  # in training: the only rows whose outputs are read
-        return self.o_proj.add(residual if kept is None else select(residual, kept), attended)
+        # `kept`: in training the only rows whose outputs are read
+        residual = residual if (kept := getattr(attention, "kept", None)) is None else select(residual, kept)
+        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     def parts(self) -> dict[str, Any]:
         """Return what models.decoder.parts_of reads of a mixer."""
@@ -71,8 +70,7 @@ class SelfAttention(nn.Module):
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int) -> Tensor:
         project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
-        window = self.window and self.window + reach
-        scoring: Any = {"window": window, "scale": self.scale, "sinks": self.sinks}
+        scoring: Any = {"window": self.window and self.window + reach, "scale": self.scale, "sinks": self.sinks}
         if project is not None and self.rotary_dim is None:
             return project(self.layer, qkv, rotary, self.head_norm, **scoring)
         num_rotated = self.num_heads + self.num_kv_heads
@@ -81,8 +79,7 @@ class SelfAttention(nn.Module):
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
         qk = rotate(qk, *rotary)
-        q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
-        v = qkv[..., num_rotated:, :]
+        q, k, v = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], qkv[..., num_rotated:, :]
         return attention(self.layer, q, k, v, **scoring)
 
 

@@ -8,10 +8,11 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+import infer.options.environment
+
 # An update's products are long, and beside a busy process it is a fifth faster if threads yield after 0.01 ms.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-import infer.options.environment  # noqa: F401
+if os.environ.get("GOMP_SPINCOUNT") == infer.options.environment.SPINS:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 # isort: split
 

@@ -16,8 +16,9 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 # How often a thread of GNU OpenMP polls for work before it yields its core: about 0.1 ms. By default it spins for
 # milliseconds, and next to other busy processes a step with two threads then takes ten times as long; on an idle
 # machine neither is faster. A chain of drafts loses a fifth with 0.01 ms.
+SPINS = "10000"
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def rest_collector() -> None:

@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "train/objectives/eagle.py": "the objective of one head",
     "train/objectives/registry.py": "the objectives by name",
     "scripts/benchmarks/comparison/servers.py": "vLLM and llama.cpp are measured with an EAGLE-3 head",
+    "scripts/benchmarks/train.py": "heads that speculators trains on a CPU",
 }
 WORD = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, sorted(HEADS, key=len, reverse=True)))})(?![\w.])")
 IDENTIFIER = re.compile(r"eagle|medusa|dflash|dspark|mlp(?=head|config|options|speculator|objective)", re.IGNORECASE)

@@ -68,9 +68,7 @@ class FeatureHead(RecurrentHead):
 class EagleHead(FeatureHead):
     config: EagleConfig
 
-    @property
-    def keeps_rows(self) -> bool:
-        return True
+    keeps_rows = True
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)

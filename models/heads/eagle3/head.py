@@ -118,9 +118,9 @@ class Eagle3Layers(Head):
 class Eagle3Head(Eagle3Layers, RecurrentHead):
     from_slot = True
 
-    @property
-    def keeps_rows(self) -> bool:
-        return len(self.layers) == 1
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.keeps_rows = len(self.layers) == 1
 
     def draft_parts(self) -> DraftParts | None:
         final, before = (self.norm, None) if self.config.norm_output else (None, self.norm.weight)
