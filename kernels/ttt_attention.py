@@ -7,9 +7,9 @@ a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same 
 Contract: one fp32 softmax runs over both kinds of keys. Gradients are those of the dense form; those of step-0 keys are
 summed over all rows that see them in a fixed order, so that runs are bitwise reproducible.
 
-The torch implementation materialises all scores, `[B, nh, M, T + s]` per step; a Triton kernel on CUDA devices
-(kernels/triton/ttt_attention.py) and one in C on CPUs (range_attention.py) hold only tiles of them. Step 0 with one
-document per row is plain causal attention, for which torch's kernel is used.
+A Triton kernel on CUDA devices (kernels/triton/ttt_attention.py) holds only tiles of scores; elsewhere
+range_attention.py computes. Step 0 with one document per row is plain causal attention, for which torch's kernel is
+used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import uses_triton
-from kernels.range_attention import RangeAttention, range_dtype
+from kernels.range_attention import attend, kernel_dtype
 
 
 def ttt_attention(
@@ -39,30 +39,28 @@ def ttt_attention(
     order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's document begins; None: each row of the
     batch is one document. window: a row sees only the last `window` step-0 keys up to its slot's.
     """
-    alike, plain = values[0].shape[-1] == q.shape[-1], len(keys) == 1 and slots is starts is window is None
-    if alike and not plain and (dtype := kernel_dtype(q)) is not None:
+    if len(keys) == 1 and slots is starts is window is None:
+        groups = q.shape[2] // keys[0].shape[2]
+        k, v = (repeat_kv(x[0].transpose(1, 2), groups) for x in (keys, values))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+    alike = values[0].shape[-1] == q.shape[-1]
+    if alike and uses_triton(q.device) and (dtype := kernel_dtype(q)) is not None:
         from kernels.triton.ttt_attention import TttAttention
 
         q, *kv = (x.to(dtype) for x in (q, *keys, *values))
         return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device, window), *kv)
-    if alike and not plain and (dtype := range_dtype(q)) is not None:
-        begin, end = bounds(keys[0].shape[:2], slots, starts, q.device, window)
-        later = len(keys) - 1
-        own = (torch.stack(x[1:], dim=2).flatten(1, 2) if later else x[0][:, :0] for x in map(list, (keys, values)))
-        first = (later * torch.arange(q.shape[1])).to(torch.int32).expand_as(begin)
-        kv = (x.to(dtype) for x in (keys[0], values[0], *own))
-        return RangeAttention.apply(q.to(dtype), *kv, begin, end, first, first + later)
-    return dense(q, keys, values, slots, starts, window)
+    return attend(*in_ranges(q, keys, values, slots, starts, window))
 
 
-def kernel_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype in which the Triton kernel takes x `[..., D]`; None where torch runs instead."""
-    if not uses_triton(x.device):
-        return None
-    from kernels.triton.key_ranges import supported
-
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return dtype if supported(x.shape[-1], dtype) else None
+def in_ranges(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor | None = None,
+    starts: Tensor | None = None, window: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return what `attend` takes: a row's tail are the keys of its slot in later steps."""
+    limits, later = bounds(keys[0].shape[:2], slots, starts, q.device, window), len(keys) - 1
+    tails = [torch.stack(x[1:], 2).flatten(1, 2) if later else x[0][:, :0] for x in map(list, (keys, values))]
+    first = (later * torch.arange(q.shape[1], device=q.device)).to(torch.int32).expand_as(limits[0])
+    return [q, keys[0], values[0], *tails, *limits, first, first + later]
 
 
 def operand(x: Tensor) -> Tensor:
@@ -82,47 +80,15 @@ def bounds(
     return [first.to(torch.int32), slots.to(torch.int32) + 1]
 
 
-def visible(starts: Tensor, slots: Tensor | None = None, window: int | None = None) -> Tensor:
-    """Return the mask of packed documents, bool `[B, 1, M, T]`: a slot sees itself and earlier slots of its document.
+def visible(starts: Tensor) -> Tensor:
+    """Return the mask of packed documents, bool `[B, 1, T, T]`: a slot sees itself and earlier slots of its document.
 
-    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` only the rows of these.
-    With `window` a row sees so many slots at most.
+    starts `[B, T]`: the slot at which a slot's document begins.
     """
-    first, end = bounds(starts.shape, slots, starts, starts.device, window)
     columns = torch.arange(starts.shape[1], device=starts.device)
-    return ((columns >= first[..., None]) & (columns < end[..., None])).unsqueeze(1)
+    return ((columns >= starts[..., None]) & (columns <= columns[:, None])).unsqueeze(1)
 
 
 def repeat_kv(x: Tensor, groups: int) -> Tensor:
     """`[B, nkv, T, D]` -> `[B, nkv * groups, T, D]`, each KV head repeated for its query heads."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
-def dense(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    slots: Tensor | None,
-    starts: Tensor | None,
-    window: int | None = None,
-) -> Tensor:
-    """As `ttt_attention`, in torch. Query heads of one KV head share a matrix product."""
-    T, groups, scale = keys[0].shape[1], q.shape[2] // keys[0].shape[2], q.shape[3] ** -0.5
-    q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
-    plain = slots is starts is window is None
-    if starts is None:
-        starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
-    if len(keys) == 1:
-        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        mask = None if plain else visible(starts, slots, window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain).transpose(1, 2)
-    q = q.unflatten(1, (-1, groups))  # [B, nkv, G, M, D]
-    mask = visible(starts, slots, window).unsqueeze(1)
-    scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~mask, -torch.inf)
-    later_keys, later_values = ([x.transpose(1, 2)[:, :, None] for x in steps[1:]] for steps in (keys, values))
-    later_scores = torch.stack([(q * key).sum(-1) * scale for key in later_keys], dim=-1)  # [B, nkv, G, M, s]
-    weights = torch.cat([scores, later_scores], dim=-1).float().softmax(-1).to(q.dtype)
-    out = (weights[..., :T].flatten(2, 3) @ v).unflatten(2, q.shape[2:4])
-    for index, value in enumerate(later_values):
-        out = out + weights[..., T + index, None] * value
-    return out.flatten(1, 2).transpose(1, 2)

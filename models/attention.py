@@ -178,9 +178,11 @@ class ServedAttention(NamedTuple):
         return full.index_copy(0, self.rows, x).unflatten(0, self.slots)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        own = (q, k, v) if self.kept is None else (select(q, self.kept),)
-        q, *kv = map(self.spread, own)
-        return select(self.attention(layer, q, *(kv or (k, v)), **options), self.rows)
+        if self.kept is None:
+            q, k, v = map(self.spread, (q, k, v))
+        else:
+            q = self.spread(select(q, self.kept))
+        return select(self.attention(layer, q, k, v, **options), self.rows)
 
 
 class BlockAttention:

@@ -1,4 +1,5 @@
-/* Attention of training: a row sees a range of its sequence's keys, and a range of keys of its own (range_attention.py).
+/* Attention of training: a row sees a range of its sequence's keys, and then a range of keys of its tail
+ * (range_attention.py).
  *
  * One task is a sequence and a KV head: its keys and values are widened to fp32 once, also transposed, so that scores
  * of several queries are sums over vectors of keys. Then the queries that share the head run in order, a tile at a time.
@@ -8,47 +9,65 @@
 #include "reduce.h"
 #include "threads.h"
 
-#define TILE 12    /* queries */
-#define AT_ONCE 4  /* queries whose sums are in registers */
+#define TILE 12                 /* queries */
+#define AT_ONCE 4               /* queries whose sums are in registers, */
 #define COLUMNS (REGISTERS / 8) /* with so many vectors of each */
 
 typedef struct {
-    const void *q;            /* [batch, rows, heads, dim] */
-    const void *k, *v;        /* [batch, length, kv_heads, dim] */
-    const void *own_k, *own_v; /* [batch, own, kv_heads, dim] */
-    const int32_t *begin, *end, *own_begin, *own_end; /* [batch, rows] the first key and the end of each row's ranges */
-    void *out;                /* [batch, rows, heads, dim]; forward */
-    float *peaks, *sums;      /* [batch, rows, heads] largest score, and sum of exp(score - largest) */
-    const void *grad_out;     /* backward; null: forward */
-    float *grad_q, *grad_k, *grad_v, *grad_own_k, *grad_own_v;
-    float *scratch;           /* [threads, scratch_floats] */
-    int64_t scratch_floats, batch, rows, length, own, heads, kv_heads, dim, kind, threads;
+    const void *q;               /* [batch, rows, heads, dim] */
+    const void *k, *v;           /* [batch, length, kv_heads, dim] */
+    const void *tail_k, *tail_v; /* [batch, tail, kv_heads, dim] */
+    const int32_t *begin, *end, *tail_begin, *tail_end; /* [batch, rows] the first key and the end of each row's ranges */
+    void *out;                   /* [batch, rows, heads, dim]; forward */
+    float *peaks, *sums;         /* [batch, rows, heads] largest score, and sum of exp(score - largest) */
+    const void *grad_out;        /* backward; null: forward */
+    float *grad_q, *grad_k, *grad_v, *grad_tail_k, *grad_tail_v;
+    float *scratch;              /* [threads, scratch_floats] */
+    int64_t scratch_floats, batch, rows, length, tail, heads, kv_heads, dim, kind, threads;
     float scale;
 } range_args;
 
-/* The keys of a task, in fp32: those of the sequence, then the rows' own. */
+/* What a task holds, in fp32. Its keys are those of the sequence, then those of the tails. */
 typedef struct {
-    float *k, *v, *grad_k, *grad_v; /* [length + own, dim] */
+    float *k, *v, *grad_k, *grad_v; /* [keys, dim] */
     float *k_t, *v_t;               /* [dim, stride] */
-    int64_t stride;
-} task_keys;
+    float *weights, *slopes;        /* [TILE, columns] scores, then weights; gradients of weights, then of scores */
+    float *x, *y, *z; /* [TILE, dim] queries times scale; gradients of outputs; outputs, or gradients of queries */
+    int64_t stride, columns;
+} workspace;
 
-/* out [queries, out_stride] = a [queries, dim] times columns of b [dim, stride]; `width` is a multiple of LANES. */
-INLINE void product_block(
-    const float *a, const float *b, int64_t stride, int64_t dim, float *out, int64_t out_stride, int vectors
+/* Lay a workspace out from `at` on, if it is not null; return how many floats it takes. */
+static int64_t lay_out(workspace *w, float *at, int64_t keys, int64_t dim) {
+    int64_t stride = (keys + 2 * LANES - 1) / LANES * LANES, columns = stride + 2 * LANES, size = 0;
+    float **arrays[] = {&w->k, &w->v, &w->grad_k, &w->grad_v, &w->k_t, &w->v_t, &w->weights, &w->slopes, &w->x, &w->y, &w->z};
+    w->stride = stride, w->columns = columns;
+    for (int i = 0; i < 11; i++) {
+        *arrays[i] = at ? at + size : 0;
+        size += i < 4 ? keys * dim : i < 6 ? dim * stride : i < 8 ? TILE * columns : TILE * dim;
+    }
+    return size;
+}
+
+/* out[i][..] = (+= if `added`) the sum over j < depth of a[i * a_stride + j] * b[j * b_stride ..], for AT_ONCE rows. */
+INLINE void multiply_block(
+    const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t depth, float *out, int64_t out_stride,
+    int added, int vectors
 ) {
     vec sums[AT_ONCE * COLUMNS];
-#pragma GCC unroll 16
-    for (int i = 0; i < AT_ONCE * vectors; i++) sums[i] = splat(0.0f);
-#pragma GCC unroll 2
-    for (int64_t c = 0; c < dim; c++) {
-        vec columns[COLUMNS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) columns[v] = load_f32(b + c * stride + v * LANES);
+    for (int i = 0; i < AT_ONCE; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sums[i * vectors + v] = added ? load_f32(out + i * out_stride + v * LANES) : splat(0.0f);
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < depth; j++) {
+        vec row[COLUMNS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) row[v] = load_f32(b + j * b_stride + v * LANES);
 #pragma GCC unroll 4
         for (int i = 0; i < AT_ONCE; i++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[i * vectors + v] += a[i * dim + c] * columns[v];
+            for (int v = 0; v < vectors; v++) sums[i * vectors + v] += a[i * a_stride + j] * row[v];
     }
 #pragma GCC unroll 4
     for (int i = 0; i < AT_ONCE; i++)
@@ -56,49 +75,17 @@ INLINE void product_block(
         for (int v = 0; v < vectors; v++) store_f32(out + i * out_stride + v * LANES, sums[i * vectors + v]);
 }
 
-static void products(
-    const float *a, const float *b, int64_t stride, int64_t dim, int64_t width, float *out, int64_t out_stride, int64_t queries
+/* out [queries, width] = (+= if `added`) a [queries, depth] times b [depth, width]; width is a multiple of LANES. There is
+ * room for a multiple of AT_ONCE queries. */
+INLINE void multiply(
+    const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t depth, int64_t width, float *out,
+    int64_t out_stride, int64_t queries, int added
 ) {
-    for (int64_t i = 0; i < queries; i += AT_ONCE, a += AT_ONCE * dim, out += AT_ONCE * out_stride) {
-        int64_t j = 0;
-        for (; j + COLUMNS * LANES <= width; j += COLUMNS * LANES)
-            product_block(a, b + j, stride, dim, out + j, out_stride, COLUMNS);
-        for (; j < width; j += LANES) product_block(a, b + j, stride, dim, out + j, out_stride, 1);
-    }
-}
-
-/* out [queries, dim] += weights [queries, stride] times rows [count, dim]. */
-INLINE void weighted_block(
-    const float *weights, int64_t stride, const float *rows, int64_t count, int64_t dim, float *out, int vectors
-) {
-    vec sums[AT_ONCE * COLUMNS];
-#pragma GCC unroll 4
-    for (int i = 0; i < AT_ONCE; i++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) sums[i * vectors + v] = load_f32(out + i * dim + v * LANES);
-    for (int64_t j = 0; j < count; j++) {
-        vec row[COLUMNS];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) row[v] = load_f32(rows + j * dim + v * LANES);
-#pragma GCC unroll 4
-        for (int i = 0; i < AT_ONCE; i++)
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[i * vectors + v] += weights[i * stride + j] * row[v];
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < AT_ONCE; i++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(out + i * dim + v * LANES, sums[i * vectors + v]);
-}
-
-static void add_weighted(
-    const float *weights, int64_t stride, const float *rows, int64_t count, int64_t dim, float *out, int64_t queries
-) {
-    for (int64_t i = 0; i < queries; i += AT_ONCE, weights += AT_ONCE * stride, out += AT_ONCE * dim) {
+    for (int64_t i = 0; i < queries; i += AT_ONCE, a += AT_ONCE * a_stride, out += AT_ONCE * out_stride) {
         int64_t c = 0;
-        for (; c + COLUMNS * LANES <= dim; c += COLUMNS * LANES)
-            weighted_block(weights, stride, rows + c, count, dim, out + c, COLUMNS);
-        for (; c < dim; c += LANES) weighted_block(weights, stride, rows + c, count, dim, out + c, 1);
+        for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
+            multiply_block(a, a_stride, b + c, b_stride, depth, out + c, out_stride, added, COLUMNS);
+        for (; c < width; c += LANES) multiply_block(a, a_stride, b + c, b_stride, depth, out + c, out_stride, added, 1);
     }
 }
 
@@ -114,15 +101,10 @@ static void add_outer(
         }
 }
 
-INLINE ivec sees(int64_t first, int64_t begin, int64_t end) {
-    ivec number = lane_numbers() + (int32_t)first;
-    return (number >= (int32_t)begin) & (number < (int32_t)end);
-}
-
 /* One of the two ranges that a tile's rows see together, the first rounded down to whole vectors. */
 typedef struct {
     const int32_t *begin, *end; /* of all rows of the sequence */
-    int64_t place, first, count, width, column; /* of keys in the task, of the first key, keys, columns of scores */
+    int64_t first, count, width, place, column; /* first key; keys, and whole vectors of them; where both begin in the task */
 } span;
 
 static span span_of(const int32_t *begin, const int32_t *end, int64_t row, int64_t last, int64_t place, int64_t column) {
@@ -133,105 +115,139 @@ static span span_of(const int32_t *begin, const int32_t *end, int64_t row, int64
     }
     first = stop > first ? first / LANES * LANES : stop;
     int64_t count = stop - first;
-    return (span){begin, end, place, first, count, (count + LANES - 1) / LANES * LANES, column};
+    return (span){begin, end, first, count, (count + LANES - 1) / LANES * LANES, place + first, column};
+}
+
+/* Which of the keys from column `j` of a span on a row sees. */
+INLINE ivec sees(const span *s, int64_t row, int64_t j) {
+    ivec number = lane_numbers() + (int32_t)(s->first + j);
+    return (number >= s->begin[row]) & (number < s->end[row]);
 }
 
 INLINE void widen(const void *from, int64_t at, float *to, int64_t dim, float factor, int kind) {
     for (int64_t c = 0; c < dim; c += LANES) store_f32(to + c, load(from, at + c, kind) * factor);
 }
 
-INLINE void run_task(const range_args *a, int64_t b, int64_t h, float *scratch, int kind) {
-    int64_t dim = a->dim, keys = a->length + a->own, group = a->heads / a->kv_heads, step = a->kv_heads * dim;
-    int64_t stride = (keys + 2 * LANES - 1) / LANES * LANES, columns = stride + 2 * LANES;
-    int backward = a->grad_out != 0;
-    float *k = scratch, *v = k + keys * dim, *grad_k = v + keys * dim, *grad_v = grad_k + keys * dim;
-    float *k_t = grad_v + keys * dim, *v_t = k_t + dim * stride, *scores = v_t + dim * stride;
-    float *slopes = scores + TILE * columns, *x = slopes + TILE * columns, *y = x + TILE * dim, *z = y + TILE * dim;
-    memset(k_t, 0, 2 * dim * stride * sizeof *k_t);
-    if (backward) memset(grad_k, 0, 2 * keys * dim * sizeof *grad_k);
+/* Where key j of sequence b and KV head h lies in its array. */
+INLINE int64_t key_place(const range_args *a, int64_t b, int64_t h, int64_t j) {
+    int64_t slot = j < a->length ? b * a->length + j : b * a->tail + j - a->length;
+    return (slot * a->kv_heads + h) * a->dim;
+}
+
+INLINE void load_keys(const range_args *a, int64_t b, int64_t h, workspace *w, int kind) {
+    int64_t dim = a->dim, keys = a->length + a->tail;
+    memset(w->k_t, 0, 2 * dim * w->stride * sizeof *w->k_t);
+    if (a->grad_out) memset(w->grad_k, 0, 2 * keys * dim * sizeof *w->grad_k);
     for (int64_t j = 0; j < keys; j++) {
-        int64_t own = j >= a->length, at = own ? (b * a->own + j - a->length) * step : (b * a->length + j) * step;
-        widen(own ? a->own_k : a->k, at + h * dim, k + j * dim, dim, 1.0f, kind);
-        widen(own ? a->own_v : a->v, at + h * dim, v + j * dim, dim, 1.0f, kind);
-        for (int64_t c = 0; c < dim; c++) k_t[c * stride + j] = k[j * dim + c];
-        for (int64_t c = 0; c < dim && backward; c++) v_t[c * stride + j] = v[j * dim + c];
+        float *k = w->k + j * dim, *v = w->v + j * dim;
+        widen(j < a->length ? a->k : a->tail_k, key_place(a, b, h, j), k, dim, 1.0f, kind);
+        widen(j < a->length ? a->v : a->tail_v, key_place(a, b, h, j), v, dim, 1.0f, kind);
+        for (int64_t c = 0; c < dim; c++) w->k_t[c * w->stride + j] = k[c];
+        for (int64_t c = 0; c < dim && a->grad_out; c++) w->v_t[c * w->stride + j] = v[c];
     }
-    int64_t all = a->rows * group, base = b * a->rows;
-    for (int64_t q = 0, count; q < all; q += count) {
-        count = all - q < TILE ? all - q : TILE;
-        int64_t row = q / group, last = (q + count - 1) / group;
-        span spans[2];
-        spans[0] = span_of(a->begin + base, a->end + base, row, last, 0, 0);
-        spans[1] = span_of(a->own_begin + base, a->own_end + base, row, last, a->length, spans[0].width);
-        memset(x, 0, 3 * TILE * dim * sizeof *x);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t at = ((base + (q + i) / group) * a->heads + h * group + (q + i) % group) * dim;
-            widen(a->q, at, x + i * dim, dim, a->scale, kind);
-            if (backward) widen(a->grad_out, at, y + i * dim, dim, 1.0f, kind);
-        }
-        for (span *s = spans; s < spans + 2; s++) {
-            int64_t from = s->place + s->first;
-            products(x, k_t + from, stride, dim, s->width, scores + s->column, columns, count);
-            if (backward) products(y, v_t + from, stride, dim, s->width, slopes + s->column, columns, count);
-        }
-        for (int64_t i = 0; i < count; i++) {
-            int64_t r = (q + i) / group, place = (base + r) * a->heads + h * group + (q + i) % group;
-            float *score = scores + i * columns, *slope = slopes + i * columns;
-            vec most = splat(-__builtin_inff()), total = splat(0.0f);
-            for (span *s = spans; s < spans + 2; s++)
-                for (int64_t j = 0; j < s->width && !backward; j += LANES) {
-                    vec value = load_f32(score + s->column + j);
-                    ivec more = sees(s->first + j, s->begin[r], s->end[r]) & (value > most);
-                    most = pick(more, value, most);
-                }
-            float peak = backward ? a->peaks[place] : max_lanes(most);
-            for (span *s = spans; s < spans + 2; s++)
-                for (int64_t j = 0; j < s->width; j += LANES) {
-                    float *at = score + s->column + j;
-                    ivec mask = sees(s->first + j, s->begin[r], s->end[r]);
-                    vec value = load_f32(at) - peak, weight = exp_where(mask & ~(value <= -87.0f), value);
-                    if (backward) weight = weight / a->sums[place];
-                    total += backward ? (vec)((ivec)(weight * load_f32(slope + s->column + j)) & mask) : weight;
-                    store_f32(at, weight);
-                }
-            float sum = sum_lanes(total);
-            if (!backward) {
-                a->peaks[place] = peak, a->sums[place] = sum;
-                continue;
-            }
-            for (int64_t j = 0; j < spans[1].column + spans[1].width; j += LANES) {
-                vec weight = load_f32(score + j), by = load_f32(slope + j) - sum;
-                store_f32(slope + j, (vec)((ivec)(weight * by) & (weight != 0.0f)));
-            }
-        }
-        for (span *s = spans; s < spans + 2; s++) {
-            int64_t from = (s->place + s->first) * dim;
-            float *weight = scores + s->column, *slope = slopes + s->column;
-            if (!backward) {
-                add_weighted(weight, columns, v + from, s->count, dim, z, count);
-                continue;
-            }
-            add_weighted(slope, columns, k + from, s->count, dim, z, count);
-            add_outer(slope, columns, x, s->count, dim, grad_k + from, count);
-            add_outer(weight, columns, y, s->count, dim, grad_v + from, count);
-        }
-        for (int64_t i = 0; i < count; i++) {
-            int64_t place = (base + (q + i) / group) * a->heads + h * group + (q + i) % group;
-            float factor = backward ? a->scale : 1.0f / a->sums[place];
-            for (int64_t c = 0; c < dim; c += LANES) {
-                vec value = load_f32(z + i * dim + c) * factor;
-                if (backward)
-                    store_f32(a->grad_q + place * dim + c, value);
-                else
-                    store(a->out, place * dim + c, value, kind);
-            }
-        }
+}
+
+static void store_key_gradients(const range_args *a, int64_t b, int64_t h, const workspace *w) {
+    for (int64_t j = 0; j < a->length + a->tail; j++) {
+        int64_t place = key_place(a, b, h, j), size = a->dim * sizeof *w->k;
+        memcpy((j < a->length ? a->grad_k : a->grad_tail_k) + place, w->grad_k + j * a->dim, size);
+        memcpy((j < a->length ? a->grad_v : a->grad_tail_v) + place, w->grad_v + j * a->dim, size);
     }
-    for (int64_t j = 0; j < keys && backward; j++) {
-        int64_t own = j >= a->length, at = own ? (b * a->own + j - a->length) * step : (b * a->length + j) * step;
-        memcpy((own ? a->grad_own_k : a->grad_k) + at + h * dim, grad_k + j * dim, dim * sizeof *grad_k);
-        memcpy((own ? a->grad_own_v : a->grad_v) + at + h * dim, grad_v + j * dim, dim * sizeof *grad_v);
+}
+
+/* Replace the scores of a row's query by exp(score - peak), 0 where it does not see the key; return their sum. */
+INLINE float exponentials(const span *spans, int64_t row, float *scores, float peak) {
+    vec total = splat(0.0f);
+    for (const span *s = spans; s < spans + 2; s++)
+        for (int64_t j = 0; j < s->width; j += LANES) {
+            vec value = load_f32(scores + s->column + j) - peak;
+            vec weight = exp_where(sees(s, row, j) & ~(value <= -87.0f), value);
+            store_f32(scores + s->column + j, weight);
+            total += weight;
+        }
+    return sum_lanes(total);
+}
+
+static float largest_seen(const span *spans, int64_t row, const float *scores) {
+    vec most = splat(-__builtin_inff());
+    for (const span *s = spans; s < spans + 2; s++)
+        for (int64_t j = 0; j < s->width; j += LANES) {
+            vec value = load_f32(scores + s->column + j);
+            most = pick(sees(s, row, j) & (value > most), value, most);
+        }
+    return max_lanes(most);
+}
+
+/* Replace the numerators of a query's softmax by its weights, and their gradients by those of the scores. */
+static void score_gradients(float *weights, float *slopes, int64_t width, float sum) {
+    vec total = splat(0.0f);
+    for (int64_t j = 0; j < width; j += LANES) {
+        vec weight = load_f32(weights + j) / sum, product = weight * load_f32(slopes + j);
+        store_f32(weights + j, weight);
+        total += (vec)((ivec)product & (weight != 0.0f)); /* of a key that is not seen, the gradient may be NaN */
     }
+    float mean = sum_lanes(total);
+    for (int64_t j = 0; j < width; j += LANES) {
+        vec weight = load_f32(weights + j), slope = weight * (load_f32(slopes + j) - mean);
+        store_f32(slopes + j, (vec)((ivec)slope & (weight != 0.0f)));
+    }
+}
+
+/* Queries `first` to `first` + `count` of a task, numbered through the rows and the query heads of its KV head. */
+INLINE void run_tile(const range_args *a, int64_t b, int64_t h, int64_t first, int64_t count, workspace *w, int kind) {
+    int64_t dim = a->dim, group = a->heads / a->kv_heads, base = b * a->rows, places[TILE];
+    int64_t row = first / group, last = (first + count - 1) / group;
+    span spans[2];
+    spans[0] = span_of(a->begin + base, a->end + base, row, last, 0, 0);
+    spans[1] = span_of(a->tail_begin + base, a->tail_end + base, row, last, a->length, spans[0].width);
+    memset(w->x, 0, 3 * TILE * dim * sizeof *w->x);
+    for (int64_t i = 0; i < count; i++) {
+        places[i] = (base + (first + i) / group) * a->heads + h * group + (first + i) % group;
+        widen(a->q, places[i] * dim, w->x + i * dim, dim, a->scale, kind);
+        if (a->grad_out) widen(a->grad_out, places[i] * dim, w->y + i * dim, dim, 1.0f, kind);
+    }
+    for (const span *s = spans; s < spans + 2; s++) {
+        float *scores = w->weights + s->column, *slopes = w->slopes + s->column;
+        multiply(w->x, dim, w->k_t + s->place, w->stride, dim, s->width, scores, w->columns, count, 0);
+        if (a->grad_out) multiply(w->y, dim, w->v_t + s->place, w->stride, dim, s->width, slopes, w->columns, count, 0);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float *weights = w->weights + i * w->columns, *slopes = w->slopes + i * w->columns;
+        int64_t r = (first + i) / group, place = places[i];
+        if (!a->grad_out) a->peaks[place] = largest_seen(spans, r, weights);
+        float sum = exponentials(spans, r, weights, a->peaks[place]);
+        if (!a->grad_out)
+            a->sums[place] = sum;
+        else
+            score_gradients(weights, slopes, spans[1].column + spans[1].width, a->sums[place]);
+    }
+    for (const span *s = spans; s < spans + 2; s++) {
+        float *weights = w->weights + s->column, *slopes = w->slopes + s->column;
+        int64_t at = s->place * dim;
+        float *factors = a->grad_out ? slopes : weights, *rows = (a->grad_out ? w->k : w->v) + at;
+        multiply(factors, w->columns, rows, dim, s->count, dim, w->z, dim, count, 1);
+        if (!a->grad_out) continue;
+        add_outer(slopes, w->columns, w->x, s->count, dim, w->grad_k + at, count);
+        add_outer(weights, w->columns, w->y, s->count, dim, w->grad_v + at, count);
+    }
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t c = 0; c < dim; c += LANES) {
+            vec value = load_f32(w->z + i * dim + c);
+            if (a->grad_out)
+                store_f32(a->grad_q + places[i] * dim + c, value * a->scale);
+            else
+                store(a->out, places[i] * dim + c, value * (1.0f / a->sums[places[i]]), kind);
+        }
+}
+
+INLINE void run_task(const range_args *a, int64_t task, float *scratch, int kind) {
+    int64_t b = task / a->kv_heads, h = task % a->kv_heads, queries = a->rows * (a->heads / a->kv_heads);
+    workspace w;
+    lay_out(&w, scratch, a->length + a->tail, a->dim);
+    load_keys(a, b, h, &w, kind);
+    for (int64_t first = 0; first < queries; first += TILE)
+        run_tile(a, b, h, first, queries - first < TILE ? queries - first : TILE, &w, kind);
+    if (a->grad_out) store_key_gradients(a, b, h, &w);
 }
 
 static void range_share(void *data) {
@@ -240,9 +256,9 @@ static void range_share(void *data) {
     for (int64_t task = self; task < a->batch * a->kv_heads; task += a->threads) {
         float *scratch = a->scratch + self * a->scratch_floats;
         if (a->kind == FLOAT32)
-            run_task(a, task / a->kv_heads, task % a->kv_heads, scratch, FLOAT32);
+            run_task(a, task, scratch, FLOAT32);
         else
-            run_task(a, task / a->kv_heads, task % a->kv_heads, scratch, BFLOAT16);
+            run_task(a, task, scratch, BFLOAT16);
     }
 }
 
@@ -250,6 +266,6 @@ void range_attention(range_args *a) { run_threads(range_share, a, &a->threads); 
 
 /* Return how many floats of scratch a thread needs for so many keys. */
 int64_t range_scratch(int64_t keys, int64_t dim) {
-    int64_t stride = (keys + 2 * LANES - 1) / LANES * LANES;
-    return 4 * keys * dim + 2 * dim * stride + 2 * TILE * (stride + 2 * LANES) + 3 * TILE * dim;
+    workspace w;
+    return lay_out(&w, 0, keys, dim);
 }

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.triton import SWITCH
 from kernels.triton.ttt_attention import TttAttention
 from kernels.ttt_attention import ttt_attention
 from models.attention import TrainingTimeTestAttention
@@ -90,7 +89,7 @@ def test_autocast_decides_the_dtype(form: str) -> None:
     with torch.autocast(DEVICE.type, torch.bfloat16):
         out = ttt_attention(q, [k, k], [v, v.bfloat16()])
     assert (out - oracle(q, [k, k], [v, v], torch.arange(8)[None], torch.zeros(1, 8).long())).abs().max() < 0.03
-    assert (out.dtype == torch.bfloat16) == (form != "torch")
+    assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3, window", "p-eagle, one layer", "p-eagle, window"])
@@ -123,9 +122,10 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
     assert len(launched) == (3 if packed or windowed or "eagle3" in name else 2)
 
 
-def test_keys_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["native", "triton"])
+def test_keys_are_cast_once(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Under autocast rotated keys are fp32, and every step of the unrolling reads those of all steps before it."""
-    monkeypatch.setenv(SWITCH, "triton")
+    choose_form(monkeypatch, kernel)
     attention, generator = TrainingTimeTestAttention(), torch.Generator().manual_seed(0)
     with CountedCasts() as casts, torch.autocast(DEVICE.type, torch.bfloat16):
         for step in range(4):

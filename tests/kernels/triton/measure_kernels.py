@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import acceptance, elementwise
-from kernels.block_attention import block_attention, dense_block_attention
+from kernels.block_attention import block_attention
 from kernels.choose import choose, choose_best, logprobs
 from kernels.convolution import two_taps
 from kernels.copies import gather_rows, move_slots
@@ -24,7 +24,7 @@ from kernels.residual import residual_silu
 from kernels.rotary import rotate_and_write
 from kernels.shape import shape
 from kernels.triton.attention import TritonAttention
-from kernels.ttt_attention import dense, ttt_attention
+from kernels.ttt_attention import ttt_attention
 from kernels.verify import accept
 from kernels.walk import walk_chain
 from tests.device import BF16, DEVICE, FP32, ON_GPU, served, sized
@@ -267,15 +267,18 @@ def measure_training_time_test(in_triton, timed):
     inputs = case.tensors()
     label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
     moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read; gradient written
-    for name, form in (("training-time test", ttt_attention), ("training-time test, torch", dense)):
+    for name, form in (("training-time test", ttt_attention), ("training-time test, torch", test_training.dense)):
         timed(name, label, moved, test_training.both_passes, form, *inputs, capture=False)
 
 
 @pytest.mark.gpu(seconds=11 if ON_GPU else 1)
 def measure_block_drafter(in_triton, timed):
-    """A layer of Qwen3-8B's sizes over 512 blocks, and the torch form, which recomputes scores group by group."""
+    """A layer of Qwen3-8B's sizes over 512 blocks, and the torch form, which stores all scores."""
     case = test_training.Blocks(*sized((1, 40, 5, 6, 4, 2, 16), (1, 4096, 512, 16, 32, 8, 128)), BF16)
     inputs = case.tensors()
     moved = 2 * 2 * sum(x.numel() for x in inputs[0])  # read; gradient written
-    for name, form in (("block drafter", block_attention), ("block drafter, torch", dense_block_attention)):
+    for name, form in (
+        ("block drafter", block_attention),
+        ("block drafter, torch", test_training.dense_block_attention),
+    ):
         timed(name, f"{case}, both passes", moved, case.both_passes, form, *inputs, capture=False)

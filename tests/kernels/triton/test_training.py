@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.block_attention import block_attention, dense_block_attention
-from kernels.ttt_attention import dense, ttt_attention
+from kernels import block_attention as blocks
+from kernels import ttt_attention as unrolled
+from kernels.block_attention import block_attention
+from kernels.range_attention import dense_ranges
+from kernels.ttt_attention import ttt_attention
 from tests.device import BF16, DEVICE, FP32, sized
 from train.objectives.losses import SharedGradients, SoftCrossEntropy, chunked_sums
 
@@ -96,6 +99,16 @@ class Unrolled(NamedTuple):
         starts = torch.zeros(self.batch, self.length, dtype=torch.int64)
         starts[:, self.length // 3 :] = self.length // 3
         return q, keys, values, slots.to(DEVICE), starts.to(DEVICE)
+
+
+def dense(q: Tensor, *arguments: Any) -> Tensor:
+    """As `ttt_attention`, in torch."""
+    return dense_ranges(*unrolled.in_ranges(q, *arguments))
+
+
+def dense_block_attention(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """As `block_attention`, in torch."""
+    return dense_ranges(*blocks.in_ranges(q, *arguments, **options)).view(q.shape)
 
 
 def both_passes(
