@@ -79,8 +79,8 @@ WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight
 
 
 class HeadFlops(NamedTuple):
-    per_token: float  # states of all depths
-    per_slot: float  # logits of one slot that is compared with the teacher, averaged over depths
+    per_token: float  # states of depth 0, and of a block drafter's blocks
+    per_slot: float  # logits of one slot that is compared with the teacher, and its state at later depths, on average
 
     def step(self, tokens: float, slots: float) -> float:
         """Return the FLOPs of a step; `slots` is summed over all depths."""
@@ -98,9 +98,10 @@ def head_flops(head: Head, steps: int) -> HeadFlops:
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=dtype_of(head), device=device)
     aux = [feature] * len(head.config.aux_layers)
-    with FlopCounterMode(display=False) as body:
-        states = list(draft_states(head, ids, aux, steps))
-    with FlopCounterMode(display=False) as logits:
-        for depth, state in enumerate(states):
+    states = draft_states(head, ids, aux, steps)
+    with FlopCounterMode(display=False) as of_token:
+        first = next(states)
+    with FlopCounterMode(display=False) as of_slots:
+        for depth, state in enumerate((first, *states)):
             head.logits(state, depth)
-    return HeadFlops(WITH_BACKWARD * body.get_total_flops(), WITH_BACKWARD * logits.get_total_flops() / steps)
+    return HeadFlops(WITH_BACKWARD * of_token.get_total_flops(), WITH_BACKWARD * of_slots.get_total_flops() / steps)
