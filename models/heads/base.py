@@ -65,9 +65,7 @@ class Head(nn.Module, ABC):
 class RecurrentHead(Head):
     """A head that computes the state of a depth from the state and the token of the depth before."""
 
-    keeps_rows: bool = (
-        False  # whether `step` returns the states of those rows alone whose outputs its attention returns
-    )
+    keeps_rows: bool = False  # whether `step` returns the states of the rows alone whose outputs its attention returns
 
     @abstractmethod
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:

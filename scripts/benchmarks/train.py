@@ -75,13 +75,8 @@ def measure(config: TrainingConfig, training: TrainConfig, words: Sequence[str],
 
     def run(name: str, *more: str) -> dict[str, Any]:
         folder = place / f"run-{next(numbers)}"
-        own = [
-            f"output_dir={place}",
-            f"features.path={place}/features",
-            f"run={folder.name}",
-            f"head.path={folder}-head",
-        ]
-        command = [sys.executable, "train/run.py", *words, *more, *own]
+        places = f"output_dir={place}", f"features.path={place}/features", f"head.path={folder}-head"
+        command = [sys.executable, "train/run.py", *words, *more, *places, f"run={folder.name}"]
         if name.startswith(THEIRS):
             command = [str(word) for word in (python, DRIVER, place, folder, target, name, config.seconds)]
         done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)

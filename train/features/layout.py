@@ -93,8 +93,8 @@ class Layout:
         """
         if taught is None or not self.whole:
             return self.encode_states(states) | self.encode_logits(hidden, target.logits)
-        known = self.encode_logits(hidden[taught], target.logits).items()
-        placed = {name: value.new_zeros(len(hidden)).masked_scatter(taught, value) for name, value in known}
+        computed = self.encode_logits(hidden[taught], target.logits).items()
+        placed = {name: value.new_zeros(len(hidden)).masked_scatter(taught, value) for name, value in computed}
         return self.encode_states(states) | placed
 
     def encode_states(self, states: Tensor) -> dict[str, Tensor]:

@@ -40,8 +40,8 @@ def draft_states(
     if isinstance(head, BlockHead):
         yield from block_draft_states(head, ids, aux, steps, first, slots, starts)
     elif isinstance(head, RecurrentHead):
-        own = (every if slots is None else slots[0]).expand(len(ids), -1)
-        yield from recurrent_draft_states(head, ids, aux, steps, own, starts, served)
+        drafted = (every if slots is None else slots[0]).expand(len(ids), -1)
+        yield from recurrent_draft_states(head, ids, aux, steps, drafted, starts, served)
     else:
         assert isinstance(head, MaskHead)
         yield from mask_draft_states(head, ids, aux, [every] * steps if slots is None else slots, starts)
@@ -82,8 +82,8 @@ def recurrent_draft_states(
     """
     batch, length = ids.shape
     attention, base_pos, dtype = TrainingTimeTestAttention(starts), alignment.positions(ids, starts), dtype_of(head)
-    own = torch.ones_like(slots, dtype=torch.bool) if served is None else alignment.at(served, slots)
-    rows = own.flatten().nonzero().squeeze(-1)
+    mask = torch.ones_like(slots, dtype=torch.bool) if served is None else alignment.at(served, slots)
+    rows = mask.flatten().nonzero().squeeze(-1)
     kept = (slots + length * torch.arange(batch, device=ids.device)[:, None]).flatten()[rows]
     line = ServedAttention(attention, rows, slots.shape)
     state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)
