@@ -194,7 +194,7 @@ class Lab:
         torch's launcher leaves its own temporary folders when it is killed, torchelastic_* and torchinductor_*.
         """
         wait_until(lambda: not self.started(), f"processes are left: {self.started()}")
-        unfinished = [path for folder in (self.caches, *outputs) for path in folder.rglob(".*")]
+        unfinished = [path for folder in (self.caches, *outputs) for path in folder.rglob(".*") if path.name != ".run"]
         shared = [path for path in Path("/dev/shm").glob("*") if self._seen & set(re.findall(r"\d+", path.name))]
         if left := [*self.temporary.glob("[!t]*"), *self.temporary.glob("tmp*"), *unfinished, *shared]:
             raise Broken(f"files are left: {', '.join(map(str, left[:5]))}")

@@ -171,12 +171,14 @@ class Objective(nn.Module):
         """
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         first, slots = self.slots(batch, generator)
-        states = self.states(batch, aux, first, slots)
-        return self.losses(states, self.pairs(batch, first, slots), teacher, denominators, metrics)
+        pairs = list(self.pairs(batch, first, slots))  # what a GPU must be waited for comes before the forward pass
+        states = self.states(batch, aux, first, slots, pairs[0].slots)
+        return self.losses(states, pairs, teacher, denominators, metrics)
 
-    def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the states of each step's slots, `[B, M, S]`."""
-        served = alignment.served(batch.assistant)
+    def states(
+        self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor], served: Tensor
+    ) -> Iterator[Tensor]:
+        """Yield the states of each step's slots, `[B, M, S]`; `served` as `draft_states` takes it."""
         return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts, served)
 
     def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:

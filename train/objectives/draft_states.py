@@ -34,7 +34,7 @@ def draft_states(
     ids `[B, T]`, aux one `[B, T, Ht]` per feature. With `slots` depth k yields only `slots[k]`, `[M]` or `[B, M]`, a
     subset of those of the depth before, as a parallel head is trained (arXiv 2602.01469). All others only contribute
     keys and values at depth 0. starts `[B, T]`: where each slot's document begins, if several are packed into a row.
-    served `[B, T]`: a recurrent head's states of other slots are 0.
+    served `[N]`: the places in depth 0's slots, flattened, that a recurrent head computes; other states are 0.
     """
     every = torch.arange(first, ids.shape[1], device=ids.device)
     if isinstance(head, BlockHead):
@@ -82,19 +82,17 @@ def recurrent_draft_states(
     """
     batch, length = ids.shape
     attention, base_pos, dtype = TrainingTimeTestAttention(starts), alignment.positions(ids, starts), dtype_of(head)
-    mask = torch.ones_like(slots, dtype=torch.bool) if served is None else alignment.at(served, slots)
-    rows = mask.flatten().nonzero().squeeze(-1)
+    rows = torch.arange(slots.numel(), device=ids.device) if served is None else served
     kept = (slots + length * torch.arange(batch, device=ids.device)[:, None]).flatten()[rows]
     line = ServedAttention(attention, rows, slots.shape)
     state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)
     for step in range(steps):
         tokens, positions = alignment.draft_tokens(ids, step), alignment.draft_positions(base_pos, step)
+        attention.begin_step(step, slots if step or head.keeps_rows else None)
         if step == 0:
-            attention.begin_step(0, slots if head.keeps_rows else None)
             state = head.step(tokens, state, positions, line._replace(kept=kept) if head.keeps_rows else attention, 0)
             state = state if head.keeps_rows else select(state, kept)
         else:
-            attention.begin_step(step, slots)
             state = head.step(tokens.flatten()[kept], state, positions.flatten()[kept], line, step)
         yield line.spread(state)
 

@@ -26,13 +26,13 @@ class MtpObjective(Objective):
         """Return those of the steps' means, times what makes the weights of the steps add up to one."""
         return super().denominators(batch) * sum(self.step_weight**step for step in range(self.steps))
 
-    def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
+    def states(
+        self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor], served: Tensor
+    ) -> Iterator[Tensor]:
         head, attention, dtype = self.head, CausalAttention(batch.starts), dtype_of(self.head)
         assert isinstance(head, RecurrentHead)
-        state, positions = (
-            head.fuse([feature.to(dtype) for feature in aux]),
-            alignment.positions(batch.ids, batch.starts),
-        )
+        state = head.fuse([feature.to(dtype) for feature in aux])
+        positions = alignment.positions(batch.ids, batch.starts)
         for step in range(self.steps):
             tokens = alignment.draft_tokens(batch.ids, step)
             state = head.step(tokens, state.to(dtype), positions, attention, step)

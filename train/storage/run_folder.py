@@ -32,6 +32,7 @@ from train.schedule import Budget
 from train.storage import atomic
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
+LOCK = ".run"  # what a run locks: not its folder, which an export to a head.path in it locks
 WRITTEN_INTO = ("data", "checkpoints")  # subfolders that a run writes into
 HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an exported head
 # Keys (or prefixes) that may differ when a run is resumed: no past update depends on them.
@@ -116,11 +117,10 @@ def open_run(config: TrainConfig) -> Iterator[None]:
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
     refuse_other_export(config)
-    own = folder / ".run"  # not the folder itself: an export to a head.path in it locks that
-    atomic.make_folder(own)
+    atomic.make_folder(folder / LOCK)
     with ExitStack() as stack:
         try:
-            stack.enter_context(atomic.lock(own))
+            stack.enter_context(atomic.lock(folder / LOCK))
         except BlockingIOError as error:
             raise ValueError(
                 f"run={config.run}: another process is training in {folder}; wait for its end, or give another run="
