@@ -6,7 +6,7 @@ Contract: one fp32 softmax runs over both ranges. Gradients of keys are summed o
 order, so runs are bitwise reproducible with any number of threads.
 
 `dense_ranges`, the specification, materialises all scores. A Triton kernel on CUDA devices
-(kernels/triton/block_attention.py) and one in C on CPUs (kernels/cpu/range_attention.c) hold only tiles of them, and
+(kernels/triton/range_attention.py) and one in C on CPUs (kernels/cpu/range_attention.c) hold only tiles of them, and
 skip keys that no row of a tile sees.
 """
 
@@ -20,24 +20,18 @@ from torch import Tensor
 
 from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
-from kernels.dispatch import KINDS, LANES, address, uses_triton
+from kernels.dispatch import KINDS, LANES, active_dtype, address, uses_triton
 
 RangeArguments = structure("range_args")  # of range_attention.c
 INPUTS = ("q", "k", "v", "tail_k", "tail_v")
 BOUNDS = ("begin", "end", "tail_begin", "tail_end")
 
 
-def active_dtype(x: Tensor) -> torch.dtype:
-    """Return autocast's dtype on x's device if that is on, else x's."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which a kernel takes x `[..., D]`, in Triton or in C; None where torch runs instead."""
     dtype = active_dtype(x)
     if uses_triton(x.device):
-        from kernels.triton.key_ranges import supported
+        from kernels.triton.range_attention import supported
 
         return dtype if supported(x.shape[-1], dtype) else None
     native = x.device.type == "cpu" and dtype in KINDS and x.shape[-1] % LANES == 0 and library() is not None
@@ -55,7 +49,7 @@ def attend(q: Tensor, *inputs: Tensor) -> Tensor:
         return dense_ranges(*cast, *inputs[4:])
     if not uses_triton(q.device):
         return RangeAttention.apply(*cast, *inputs[4:])
-    from kernels.triton.block_attention import RangesAttention
+    from kernels.triton.range_attention import RangesAttention
 
     return RangesAttention.apply(*cast, *inputs[4:])
 

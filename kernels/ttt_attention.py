@@ -4,12 +4,8 @@ A head is unrolled over its own states. At step s a row, which stands for a slot
 of its slot and of earlier slots in its document, and from every later step only the key of its own slot: the keys that
 a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same keys. A window bounds the step-0 keys.
 
-Contract: one fp32 softmax runs over both kinds of keys. Gradients are those of the dense form; those of step-0 keys are
-summed over all rows that see them in a fixed order, so that runs are bitwise reproducible.
-
-A Triton kernel on CUDA devices (kernels/triton/ttt_attention.py) holds only tiles of scores; elsewhere
-range_attention.py computes. Step 0 with one document per row is plain causal attention, for which torch's kernel is
-used.
+Contract and implementations are those of range_attention.py, but for step 0 with one document per row: that is plain
+causal attention, for which torch's kernel is used.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import uses_triton
 from kernels.range_attention import attend, kernel_dtype
 
 
@@ -43,12 +38,6 @@ def ttt_attention(
         groups = q.shape[2] // keys[0].shape[2]
         k, v = (repeat_kv(x[0].transpose(1, 2), groups) for x in (keys, values))
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
-    alike = values[0].shape[-1] == q.shape[-1]
-    if alike and uses_triton(q.device) and (dtype := kernel_dtype(q)) is not None:
-        from kernels.triton.ttt_attention import TttAttention
-
-        q, *kv = (x.to(dtype) for x in (q, *keys, *values))
-        return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device, window), *kv)
     return attend(*in_ranges(q, keys, values, slots, starts, window))
 
 

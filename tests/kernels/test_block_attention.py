@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.processes.threads import cpu_threads
 from kernels.block_attention import block_attention
-from kernels.triton.block_attention import RangesAttention
+from kernels.triton.range_attention import RangesAttention
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from tests.kernels.comparing import FORMS, choose_form

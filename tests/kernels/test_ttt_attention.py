@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.triton.ttt_attention import TttAttention
+from kernels.triton.range_attention import RangesAttention
 from kernels.ttt_attention import ttt_attention
 from models.attention import TrainingTimeTestAttention
 from tests.heads import OBJECTIVE_OF, make_head, make_objective
@@ -105,8 +105,8 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
     features = compute_features(tiny_target, batch, head.config.aux_layers)
     teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
     launched, losses, gradients = [], [], []
-    original = TttAttention.forward
-    monkeypatch.setattr(TttAttention, "forward", lambda ctx, *args: launched.append(1) or original(ctx, *args))
+    original = RangesAttention.forward
+    monkeypatch.setattr(RangesAttention, "forward", lambda ctx, *args: launched.append(1) or original(ctx, *args))
     for form in FORMS:
         choose_form(monkeypatch, form)
         generator = torch.Generator().manual_seed(0)

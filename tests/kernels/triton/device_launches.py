@@ -12,12 +12,11 @@ from tests.kernels.triton.launches import (
     INT4,
     INT8,
     attend,
-    draft_blocks,
+    attend_ranges,
     multiply,
     multiply_and_add,
     multiply_blocks,
     residuals,
-    unrolled,
 )
 
 ROWS = (1, 17, 33, 65, 200, 300, 1000)  # one of each kind of tile; more than 200 are those of a prompt
@@ -60,5 +59,4 @@ CASES = {
     },
 }
 if device.without_gpu is not HOPPER:  # launches.py has Hopper's
-    CASES |= {f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)}
-    CASES["training-time test"] = partial(unrolled, 128)
+    CASES |= {f"attention of training, head size {dim}": partial(attend_ranges, dim) for dim in (64, 128, 256)}

@@ -41,12 +41,11 @@ from kernels.triton import (
     walk,
 )
 from kernels.triton.attention import TritonAttention
-from kernels.triton.block_attention import RangesAttention
 from kernels.triton.ggml import block_rows, ggml_linear
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
+from kernels.triton.range_attention import RangesAttention
 from kernels.triton.rotary import rotate_and_write, write_kv
-from kernels.triton.ttt_attention import TttAttention
 from kernels.weights.ggml_tiles import Storage, empty_tiles
 
 META = torch.device("meta")
@@ -227,23 +226,11 @@ def verify_blocks():
         acceptance.launch(probs, probs, **numbers, width=width, block=acceptance.BLOCK)
 
 
-def unrolled(dim, *, dtype=BF16, short=False):
-    """The seventh step of training-time test over some of the slots, forward and backward.
-
-    `short`: the second step of one slot; every argument that can be 1 is, so Triton makes it a constant.
-    """
-    batch, T, M, later_steps = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
-    q = empty(batch, M, 32, dim, dtype=dtype).requires_grad_()
-    both = 2 * [empty(batch, T, 8, dim, dtype=dtype), *[empty(batch, M, 8, dim, dtype=dtype)] * later_steps]
-    out = TttAttention.apply(q, *[empty(batch, M, dtype=torch.int32)] * 2, *both)
-    torch.autograd.grad(out, q, torch.empty_like(out))
-
-
-def draft_blocks(dim, *, dtype=BF16, short=False):
-    """A layer of a block drafter over 512 blocks of 16 rows, forward and backward; `short`: one block of one row."""
-    batch, T, M = (1, 1, 1) if short else (2, 4096, 512 * 16)
-    q, *keys = (empty(batch, *shape, dim, dtype=dtype) for shape in ((M, 32), (T, 8), (T, 8), (M, 8), (M, 8)))
-    out = RangesAttention.apply(q.requires_grad_(), *keys, *[empty(batch, M, dtype=torch.int32)] * 4)
+def attend_ranges(dim, length=4096, rows=512 * 16, tail=512 * 16, *, batch=2, dtype=BF16):
+    """A layer in training, forward and backward: rows over a sequence and their tails, those of 512 blocks of 16."""
+    shapes = (rows, 32), (length, 8), (length, 8), (tail, 8), (tail, 8)
+    q, *keys = (empty(batch, *shape, dim, dtype=dtype) for shape in shapes)
+    out = RangesAttention.apply(q.requires_grad_(), *keys, *[empty(batch, rows, dtype=torch.int32)] * 4)
     torch.autograd.grad(out, q, torch.empty_like(out))
 
 
@@ -390,16 +377,13 @@ CASES = {
     "write, 1 row of a head": partial(write, rows=1, dim=64),
     "write, latents": partial(write, dim=576, value=512),
     "write, fp8 cache": partial(write, torch.float8_e4m3fn),
-    "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
-    "training-time test, head size 128": partial(unrolled, 128),
-    "training-time test, head size 256": partial(unrolled, 256),
-    "training-time test, head size 128, single precision": partial(unrolled, 128, dtype=FP32),
-    "training-time test, one slot": partial(unrolled, 128, short=True),
-    "block drafter, head size 64": partial(draft_blocks, 64, dtype=torch.float16),
-    "block drafter, head size 128": partial(draft_blocks, 128),
-    "block drafter, head size 256": partial(draft_blocks, 256),
-    "block drafter, head size 128, single precision": partial(draft_blocks, 128, dtype=FP32),
-    "block drafter, one row": partial(draft_blocks, 128, short=True),
+    "attention of training, head size 64": partial(attend_ranges, 64, dtype=torch.float16),
+    "attention of training, head size 128": partial(attend_ranges, 128),
+    "attention of training, head size 256": partial(attend_ranges, 256),
+    "attention of training, head size 128, single precision": partial(attend_ranges, 128, dtype=FP32),
+    "attention of training, the seventh step": partial(attend_ranges, 128, rows=3000, tail=18000),
+    "attention of training, no tails": partial(attend_ranges, 128, tail=0),
+    "attention of training, one row": partial(attend_ranges, 128, 1, 1, 1, batch=1),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
     ),

@@ -27,12 +27,11 @@ FLOAT_SUMS = {
     "exit_kernel": "one program for all chains; it decides what is drafted, not what is accepted",
     "grow_kernel": "of one number and zeros: the log-probability of a candidate at a given place",
     **dict.fromkeys(("verify_block", "entropy_of_row"), "fp64, for the rules that are not exact"),
-    **dict.fromkeys(("ttt_forward", "ttt_query_gradient", "ttt_own_gradient"), "training"),
-    **dict.fromkeys(("block_forward", "block_query_gradient"), "training"),
+    **dict.fromkeys(("range_forward", "range_query_gradient"), "training"),
 }
 VARYING = {  # integers that differ from step to step: a value of another kind must not compile a kernel while serving
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
-    *("M", "T", "num_later", "batches", "uses", "depth"),
+    *("M", "T", "E", "uses", "depth"),
 }
 # Cases that differ in what requests ask for: one kernel serves both.
 ALIKE = {"shape, a mask alone": "shape", "log-probabilities, other counts": "log-probabilities"}
@@ -85,8 +84,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, request):
         *("shape_kernel", "gather_kernel", "residual_silu_kernel", "walk_kernel", "two_taps_kernel"),
         *("convolve_kernel", "keep_kernel", "scan_kernel"),
         *("verify_block", "entropy_of_row"),
-        *("ttt_forward", "ttt_query_gradient", "ttt_own_gradient"),
-        *("block_forward", "block_query_gradient", "key_gradient"),
+        *("range_forward", "range_query_gradient", "key_gradient"),
     }
     assert [(case, k["kernel"], k["spilled"]) for case, k in kernels if k["spilled"] > most] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > HOPPER.shared_memory] == []

@@ -1,12 +1,17 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""Attention of training on a GPU in which every row sees a contiguous range of keys: what its kernels have in common.
+"""Attention of training on a GPU, forward and backward (range_attention.py).
 
-By arXiv 2307.08691's recurrence, in tiles of keys: nothing as wide as the sequence is written. Tiles that no row of a
-block of rows sees, before its first key and after its last, are skipped. kernels/triton/ttt_attention.py and
-kernels/triton/block_attention.py add the keys that their rows see besides.
+A row's keys are two ranges, of the sequence and of all tails in a line, in which those of its own lie side by side. By
+arXiv 2307.08691's recurrence, in tiles of keys: neither a mask nor a score is stored, and tiles that no row of a block
+of rows sees, before its first key and after its last, are skipped. The forward pass saves one number per row and head,
+the base-2 logarithm of its sum of weights.
 
-    key_gradient        (block of keys, KV head, sequence): gradients of keys and values, over all rows that may see
-                        them, head by head: one order, no atomic addition
+    range_forward         (block of rows, head, sequence): the output
+    range_query_gradient  (block of rows, head, sequence): gradient of the queries; and each row's Σ gradient * output,
+                          which the softmax subtracts from every weight's gradient
+    key_gradient          (block of keys, KV head, sequence), once for the sequence's keys and once for the tails:
+                          gradients of keys and values, over all rows that may see them, head by head: one order, no
+                          atomic addition
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.triton import INTERPRET
 from kernels.triton.device import limits
@@ -51,6 +57,7 @@ OF_KEYS = {
     False: (Blocking(32, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(32, 32, 8, 1)),
 }
 FP32 = Blocking(32, 32, 8, 1), Blocking(16, 16, 8, 1), Blocking(16, 16, 8, 1)  # no tensor cores: small products
+FP32_FORWARD = Blocking(32, 32, 8, 1), Blocking(16, 16, 4, 1), Blocking(16, 16, 8, 1)  # as FP32, without spills
 
 
 def blocking(
@@ -196,3 +203,110 @@ def reaching(firsts: Tensor, ends: Tensor, length: int, shape: Blocking) -> Tens
     start = torch.where(overlapping, number, blocks).amin(-1)
     stop = torch.where(overlapping, number + 1, 0).amax(-1)
     return torch.stack([start, stop], dim=-1) * shape.rows
+
+
+@triton.jit(do_not_specialize=["M", "T", "E"])
+def range_forward(
+    q, k, v, tail_k, tail_v, firsts, ends, tail_firsts, tail_ends, out, sums, M, T, E, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head = head // (HEADS // KV_HEADS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < M
+    index = batch * M + row
+    first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
+    queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+    peak, total, acc = attend_range(
+        queries, k, v, batch, T, kv_head, first, end, scale, peak, total, acc, KV_HEADS, D, D_PADDED, KEYS, UPCAST
+    )
+    first, end = tl.load(tail_firsts + index, mask=valid, other=E), tl.load(tail_ends + index, mask=valid, other=0)
+    peak, total, acc = attend_range(
+        queries, tail_k, tail_v, batch, E, kv_head, first, end, scale, peak, total, acc,
+        KV_HEADS, D, D_PADDED, KEYS, UPCAST,
+    )  # fmt: skip
+    total = tl.where(valid, total, 1.0)
+    store_rows(out, index * HEADS + head, valid, acc / total[:, None], D)
+    tl.store(sums + (batch * HEADS + head) * M + row, peak + tl.log2(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M", "T", "E"])
+def range_query_gradient(
+    q, k, v, tail_k, tail_v, firsts, ends, tail_firsts, tail_ends, out, sums, grad, deltas, grad_q, M, T, E,
+    scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head = head // (HEADS // KV_HEADS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < M
+    index = batch * M + row
+    queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    upstream = load_rows(grad, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    output = load_rows(out, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    stat_index = (batch * HEADS + head) * M + row
+    log_total = tl.load(sums + stat_index, mask=valid, other=0.0)
+    delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
+    tl.store(deltas + stat_index, delta, mask=valid)
+    total = tl.zeros([ROWS, D_PADDED], tl.float32)
+    first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
+    total = add_query_gradient(
+        queries, upstream, k, v, batch, T, kv_head, first, end, log_total, delta, scale, total,
+        KV_HEADS, D, D_PADDED, KEYS, UPCAST,
+    )  # fmt: skip
+    first, end = tl.load(tail_firsts + index, mask=valid, other=E), tl.load(tail_ends + index, mask=valid, other=0)
+    total = add_query_gradient(
+        queries, upstream, tail_k, tail_v, batch, E, kv_head, first, end, log_total, delta, scale, total,
+        KV_HEADS, D, D_PADDED, KEYS, UPCAST,
+    )  # fmt: skip
+    store_rows(grad_q, index * HEADS + head, valid, total * (scale * LN_2), D)
+
+
+class RangesAttention(torch.autograd.Function):
+    """Attention of rows q `[B, M, nh, D]` to two ranges of keys each, in one softmax -> `[B, M, nh, D]`.
+
+    k and v `[B, T, nkv, D]` of the sequence, tail_k and tail_v `[B, E, nkv, D]`, all of q's dtype. A row sees keys
+    firsts to ends - 1 of the former and tail_firsts to tail_ends - 1 of the latter, `[B, M]` int32 each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        tensors = [x.contiguous() for x in inputs]
+        q, k, tail_k = tensors[0], tensors[1], tensors[3]
+        (batch, rows, heads, _), sizes = q.shape, sizes_of(q, k)
+        out = torch.empty_like(q)
+        sums = torch.empty(batch, heads, rows, device=q.device)
+        shape, options = blocking(FORWARD, q, FP32_FORWARD)
+        range_forward[triton.cdiv(rows, shape.rows), heads, batch](
+            *tensors, out, sums, rows, k.shape[1], tail_k.shape[1], scale_of(q), **sizes, **options
+        )
+        ctx.save_for_backward(*tensors, out, sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, tail_k, tail_v, *bounds, out, sums = ctx.saved_tensors
+        (batch, rows, heads, _), sizes, scale = q.shape, sizes_of(q, k), scale_of(q)
+        grad, deltas, grad_q = grad.contiguous(), torch.empty_like(sums), torch.empty_like(q)
+        shape, options = blocking(OF_QUERIES, q)
+        range_query_gradient[triton.cdiv(rows, shape.rows), heads, batch](
+            q, k, v, tail_k, tail_v, *bounds, out, sums, grad, deltas, grad_q, rows, k.shape[1], tail_k.shape[1],
+            scale, **sizes, **options,
+        )  # fmt: skip
+        shape, options = blocking(OF_KEYS, q)
+        gradients = []
+        for (keys, values), (firsts, ends) in (((k, v), bounds[:2]), ((tail_k, tail_v), bounds[2:])):
+            grad_k, grad_v, length = torch.empty_like(keys), torch.empty_like(values), keys.shape[1]
+            reach = reaching(firsts, ends, length, shape)
+            if length:  # a first step has no tails
+                key_gradient[reach.shape[1], keys.shape[2], batch](
+                    q, keys, values, firsts, ends, sums, grad, deltas, reach, grad_k, grad_v, rows, length, scale,
+                    **sizes, **options,
+                )  # fmt: skip
+            gradients += [grad_k, grad_v]
+        return grad_q, *gradients, None, None, None, None
