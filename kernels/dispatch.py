@@ -38,6 +38,12 @@ def threads(work: int) -> int:
     return torch.get_num_threads() if work > PARALLEL_WORK else 1
 
 
+def active_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype on x's device if that is on, else x's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def norm_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype of a norm's output: the weight's of a residual stream in fp32, else x's, as under autocast."""
     return weight.dtype if x.dtype is torch.float32 else x.dtype

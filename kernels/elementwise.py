@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import row_gradients
 from kernels.cpu.library import library
-from kernels.dispatch import KINDS, LANES, norm_dtype, uses_triton
+from kernels.dispatch import KINDS, LANES, active_dtype, norm_dtype, uses_triton
 from kernels.triton import INTERPRETED
 
 Gate = Literal["silu", "gelu"]
@@ -33,9 +34,12 @@ def rms_norm(
     """Divide x `[..., H]` by its root mean square (arXiv 1910.07467) and scale it; fp32 statistics, as in HF's Llama.
 
     With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded. `out_dtype`:
-    as of `norm_dtype` by default. Of x in fp32 only the output is rounded.
+    as of `norm_dtype` by default, or autocast's, of an input of a product. Of x in fp32 only the output is rounded.
     """
-    size, out_dtype = x.shape[-1], out_dtype or norm_dtype(x, weight)
+    size = x.shape[-1]
+    if row_gradients.supported(x, size, weight):
+        return row_gradients.norm(x, weight, eps, float(centered), out_dtype or active_dtype(x))
+    out_dtype = out_dtype or norm_dtype(x, weight)
     mixed = x.dtype is torch.float32 and weight.dtype is torch.bfloat16  # which C reads as well
     if (native := _native(size, x, x if mixed else weight)) is None:
         return _norm_without_c(x, weight, eps, centered, out_dtype)
@@ -103,7 +107,7 @@ def embed_norm_gelu(
         from kernels.triton import elementwise as gpu
 
         return gpu.embed_norm_gelu(_rows(x), ids.flatten(), table, factor, weight, bias, eps).view(x.shape)
-    return uniform(F.gelu, rms_norm(x + factor * F.embedding(ids, table), weight, eps) + bias)
+    return uniform(F.gelu, rms_norm(x + factor * F.embedding(ids, table), weight, eps, out_dtype=x.dtype) + bias)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -119,6 +123,8 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
     """As `silu_mul` or `gelu_mul`."""
     gelu, size = gate == "gelu", gate_up.shape[-1] // 2
+    if row_gradients.supported(gate_up, size):
+        return row_gradients.gate_mul(gate_up, gelu=gelu)
     if (native := _native(size, gate_up)) is None:
         return _gated_without_c(gate_up, gelu, size)
     gate_up = gate_up.contiguous()
@@ -170,6 +176,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (heads, dim), rotated = x.shape[-2:], cos.shape[-1]
     if rotated < dim:
         return torch.cat([rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]], dim=-1)
+    if row_gradients.supported(x, dim // 2, cos, sin):
+        return row_gradients.Rotate.apply(x, cos, sin)
     native = _native(dim // 2, x, cos, sin)
     if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
         first, second = x.chunk(2, dim=-1)

@@ -109,21 +109,21 @@ class LinearLoss(torch.autograd.Function):
         if teacher is not None and label is not None and not overlap:
             teacher = None  # not used
         grad_states = x.new_empty(x.shape) if gradient else None
-        grad_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
-        parts = []
+        wanted, grad_weight, parts = gradient and weight.requires_grad, None, []
         for span in spans(len(x), KEPT_ELEMENTS // len(narrow)):
-            kept = states.new_empty(span.stop - span.start if grad_weight is not None else 0, len(narrow))
+            kept = states.new_empty(span.stop - span.start if wanted else 0, len(narrow))
             for block in spans(span.stop - span.start, BLOCK_ELEMENTS // len(narrow)):
                 part = slice(span.start + block.start, span.start + block.stop)
-                out = kept[block] if grad_weight is not None else states.new_empty(part.stop - part.start, len(narrow))
+                out = kept[block] if wanted else states.new_empty(part.stop - part.start, len(narrow))
                 torch.mm(states[part], narrow.t(), out=out)
                 block_rows, block_label = (None if column is None else column[part] for column in (rows, label))
                 factor = weights[part] if gradient else None
                 parts.append(block_costs(out, teacher, block_rows, block_label, factor, overlap=overlap))
                 if grad_states is not None:
                     grad_states[part] = out @ narrow
-            if grad_weight is not None:
-                grad_weight += kept.t() @ states[span]
+            if wanted:
+                product = (kept.t() @ states[span]).to(weight.dtype)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
         cost, best, overlaps = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.gradients = grad_states, grad_weight
         ctx.mark_non_differentiable(cost, best, overlaps)

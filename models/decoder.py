@@ -73,13 +73,12 @@ class SelfAttention(nn.Module):
         scoring: Any = {"window": self.window and self.window + reach, "scale": self.scale, "sinks": self.sinks}
         if project is not None and self.rotary_dim is None:
             return project(self.layer, qkv, rotary, self.head_norm, **scoring)
-        num_rotated = self.num_heads + self.num_kv_heads
-        qk = qkv[..., :num_rotated, :]
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
         if self.qk_norm:
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
         qk = rotate(qk, *rotary)
-        q, k, v = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], qkv[..., num_rotated:, :]
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
         return attention(self.layer, q, k, v, **scoring)
 
 

@@ -8,7 +8,18 @@ import subprocess
 import pytest
 import torch
 
-from kernels import attention, decoder, draft, linear, range_attention, recurrence, recurrent_parts, vocabulary, walk
+from kernels import (
+    attention,
+    decoder,
+    draft,
+    linear,
+    range_attention,
+    recurrence,
+    recurrent_parts,
+    row_gradients,
+    vocabulary,
+    walk,
+)
 from kernels.cpu import segments
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import compiler, flags, library
@@ -27,6 +38,7 @@ STRUCTURES = {
     "draft_args": (draft.DraftArguments, "draft.c"),
     "branch_args": (draft.Branch, "draft.c"),
     "range_args": (range_attention.RangeArguments, "range_attention.c"),
+    "row_args": (row_gradients.RowArguments, "row_gradients.c"),
     "delta_net": (recurrent_parts.DeltaNet, "recurrence.h"),
     "convolve_args": (recurrence.ConvolveArguments, "recurrence.c"),
     "scan_args": (recurrence.ScanArguments, "recurrence.c"),

@@ -25,8 +25,8 @@ KERNELS = tuple(
         "kernels/test_linear", "kernels/test_logits", "kernels/test_elementwise", "kernels/test_groups",
         "kernels/test_vocabulary", "kernels/test_blocks", "kernels/test_integer_linear", "kernels/test_attention",
         "kernels/test_decoder", "kernels/test_walk", "kernels/test_recurrence", "kernels/test_recurrent_gates",
-        "kernels/test_ttt_attention", "kernels/test_block_attention", "unit/test_native_weights",
-        "unit/test_native_groups",
+        "kernels/test_ttt_attention", "kernels/test_block_attention", "kernels/test_row_gradients",
+        "unit/test_native_weights", "unit/test_native_groups",
     )
 )  # fmt: skip
 MODELS = (

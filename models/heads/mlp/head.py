@@ -39,7 +39,7 @@ class ShiftedRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, EPS) + self.bias
+        return rms_norm(x, self.weight, EPS, out_dtype=x.dtype) + self.bias
 
 
 class SpeculatorHead(RecurrentHead):
@@ -75,7 +75,7 @@ class SpeculatorHead(RecurrentHead):
         (feature,) = aux
         if not self.config.scale_input:
             return feature
-        return rms_norm(feature, feature.new_ones(feature.shape[-1]), EPS) / math.sqrt(2)
+        return rms_norm(feature, feature.new_ones(feature.shape[-1]), EPS, out_dtype=feature.dtype) / math.sqrt(2)
 
     def index(self, depth: int) -> int:
         """Return which of the weights per depth are those of `depth`."""
