@@ -1,8 +1,8 @@
 """The row-wise operations of a decoder layer: RMSNorm, layer norm, rotary embedding, gated and plain activations.
 
 Without gradients CUDA devices use Triton kernels (kernels/triton/elementwise.py) and CPUs C kernels
-(kernels/cpu/rows.c): torch needs five to eight calls for each, which cost more than the arithmetic. torch is used with
-gradients, on other devices, and for odd sizes or mixed dtypes.
+(kernels/cpu/rows.c): torch needs five to eight calls for each, which cost more than the arithmetic. With gradients CPUs
+use row_gradients.py. torch is used elsewhere, and for odd sizes or mixed dtypes.
 """
 
 from __future__ import annotations
