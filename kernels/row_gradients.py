@@ -80,6 +80,7 @@ class Rotate(torch.autograd.Function):
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows = x.flatten(-2).flatten(0, -2)  # [N, heads * D]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = rows.new_empty(rows.shape)
     call("turn_rows", rows, rows.shape[1], out, cos=cos, sin=sin, stride=rows.stride(0), dim=x.shape[-1])
     return out.view(x.shape)

@@ -278,8 +278,7 @@ class RangesAttention(torch.autograd.Function):
         tensors = [x.contiguous() for x in inputs]
         q, k, tail_k = tensors[0], tensors[1], tensors[3]
         (batch, rows, heads, _), sizes = q.shape, sizes_of(q, k)
-        out = torch.empty_like(q)
-        sums = torch.empty(batch, heads, rows, device=q.device)
+        out, sums = torch.empty_like(q), torch.empty(batch, heads, rows, device=q.device)
         shape, options = blocking(FORWARD, q, FP32_FORWARD)
         range_forward[triton.cdiv(rows, shape.rows), heads, batch](
             *tensors, out, sums, rows, k.shape[1], tail_k.shape[1], scale_of(q), **sizes, **options

@@ -103,6 +103,16 @@ def test_under_autocast_a_norm_rounds_its_output_alone() -> None:
         assert (mine - true).abs().max() < 1e-2 * true.abs().max()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_may_be_one_number_for_all(name: str) -> None:
+    """As that of a sum is, whose strides are 0."""
+    inputs = make(name, torch.float32)
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    CASES[name][0](*inputs).sum().backward()
+    CASES[name][1](*wide).sum().backward()
+    assert (inputs[0].grad - wide[0].grad).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(3, 24), (0, 64)])
 def test_other_sizes_have_gradients_too(shape: tuple[int, int]) -> None:
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(shape[1], requires_grad=True)
