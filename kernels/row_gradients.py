@@ -87,6 +87,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def call(name: str, x: Tensor, size: int, out: Tensor, grad: Tensor | None = None, **others: Any) -> None:
+    assert x.dtype is torch.float32 or x.dtype is out.dtype, "C has no other kinds"
     kinds = {"kind": x, "grad_kind": out if grad is None else grad, "out_kind": out}
     named = {"x": x, "out": out, "grad": grad, **others}
     values = {key: value if isinstance(value, int | float) else address(value) for key, value in named.items()}
