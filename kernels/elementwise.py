@@ -36,20 +36,19 @@ def rms_norm(
     With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded. `out_dtype`:
     as of `norm_dtype` by default, or autocast's, of an input of a product. Of x in fp32 only the output is rounded.
     """
-    size = x.shape[-1]
-    if row_gradients.supported(x, size, weight):
-        return row_gradients.norm(x, weight, eps, float(centered), out_dtype or active_dtype(x))
-    out_dtype = out_dtype or norm_dtype(x, weight)
     mixed = x.dtype is torch.float32 and weight.dtype is torch.bfloat16  # which C reads as well
-    if (native := _native(size, x, x if mixed else weight)) is None:
+    if (native := _native(x.shape[-1], x, x if mixed else weight)) is None:
         return _norm_without_c(x, weight, eps, centered, out_dtype)
-    rows, out = _rows(x), torch.empty(x.shape, dtype=out_dtype)
+    rows, out = _rows(x), torch.empty(x.shape, dtype=out_dtype or norm_dtype(x, weight))
     pointers, kinds = zip(*((tensor.data_ptr(), KINDS[tensor.dtype]) for tensor in (rows, weight, out)), strict=True)
-    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, *kinds, centered)
+    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), rows.shape[1], eps, *kinds, centered)
     return out
 
 
-def _norm_without_c(x: Tensor, weight: Tensor, eps: float, centered: bool, out_dtype: torch.dtype) -> Tensor:
+def _norm_without_c(x: Tensor, weight: Tensor, eps: float, centered: bool, out_dtype: torch.dtype | None) -> Tensor:
+    if torch.is_grad_enabled() and row_gradients.supported(x, x.shape[-1], weight):
+        return row_gradients.norm(x, weight, eps, float(centered), out_dtype or active_dtype(x))
+    out_dtype = out_dtype or norm_dtype(x, weight)
     if _in_triton(x):
         from kernels.triton import elementwise as gpu
 
@@ -123,8 +122,6 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
     """As `silu_mul` or `gelu_mul`."""
     gelu, size = gate == "gelu", gate_up.shape[-1] // 2
-    if row_gradients.supported(gate_up, size):
-        return row_gradients.gate_mul(gate_up, gelu=gelu)
     if (native := _native(size, gate_up)) is None:
         return _gated_without_c(gate_up, gelu, size)
     gate_up = gate_up.contiguous()
@@ -135,6 +132,8 @@ def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
+    if torch.is_grad_enabled() and row_gradients.supported(gate_up, size):
+        return row_gradients.gate_mul(gate_up, gelu=gelu)
     if _in_triton(gate_up):
         from kernels.triton import elementwise as gpu
 
@@ -176,10 +175,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (heads, dim), rotated = x.shape[-2:], cos.shape[-1]
     if rotated < dim:
         return torch.cat([rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]], dim=-1)
-    if row_gradients.supported(x, dim // 2, cos, sin):
-        return row_gradients.Rotate.apply(x, cos, sin)
     native = _native(dim // 2, x, cos, sin)
     if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
+        if torch.is_grad_enabled() and row_gradients.supported(x, dim // 2, cos, sin):
+            return row_gradients.Rotate.apply(x, cos, sin)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], -1) * sin
     out = torch.empty(x.shape, dtype=x.dtype)

@@ -24,7 +24,7 @@ RowArguments = structure("row_args")  # of row_gradients.c
 
 def supported(x: Tensor, size: int, *others: Tensor) -> bool:
     """Return whether these functions take x, in rows of `size`, and `others`, which are read in fp32."""
-    if x.device.type != "cpu" or size % LANES or not torch.is_grad_enabled() or uses_triton(x.device):
+    if x.device.type != "cpu" or size % LANES or uses_triton(x.device):
         return False
     fp32 = all(other.dtype is torch.float32 for other in others)
     return fp32 and {x.dtype, active_dtype(x)} <= KINDS.keys() and library() is not None

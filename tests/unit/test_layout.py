@@ -146,7 +146,7 @@ def test_files_stay_within_their_budgets() -> None:
 
 MOST_SPINE_LINES = 3_898  # 3,850 are meant; without infer/kvcache/{states,hybrid}.py
 # 50,500 are meant; this is what stands: lower it
-MOST_PRODUCT_LINES = 56_513
+MOST_PRODUCT_LINES = 56_512
 HYBRIDS = (  # what hybrid targets cost beside the rest: recurrent kernels, mixers, states, targets, their GGUF files
     *("kernels/recurren*.py", "kernels/triton/recurrence.py", "models/recurrence.py", "models/mixers/*.py"),
     *("infer/kvcache/states.py", "infer/kvcache/hybrid.py", "models/gguf/hybrid.py", "models/gguf/mamba2.py"),
